@@ -1,0 +1,21 @@
+"""Attention over paged caches: backends, their metadata, the operators a compiled graph is split at."""
+
+from attention.base import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionImpl,
+    AttentionSpec,
+    MetadataBuilder,
+    UncapturableMetadata,
+)
+from attention.metadata import CommonAttentionMetadata
+
+__all__ = [
+    "AttentionBackend",
+    "AttentionCGSupport",
+    "AttentionImpl",
+    "AttentionSpec",
+    "CommonAttentionMetadata",
+    "MetadataBuilder",
+    "UncapturableMetadata",
+]

@@ -1,0 +1,1 @@
+"""One file a backend; each optional kernel library is imported in one of them only."""
