@@ -1,0 +1,194 @@
+"""`torch.compile(model, backend="mrv2")`: the whole pipeline on one page."""
+
+from __future__ import annotations
+
+import logging
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from piecewise_backend.breakpoints import find_breakpoints
+from piecewise_backend.compile import PieceCompiler
+from piecewise_backend.config import Options, parse_options
+from piecewise_backend.cudagraph.cuda import CudaGraphRecorder
+from piecewise_backend.cudagraph.emulated import EmulatedRecorder
+from piecewise_backend.cudagraph.modes import CUDAGraphMode
+from piecewise_backend.cudagraph.recorder import GraphRecorder
+from piecewise_backend.cudagraph.sizes import clean_capture_sizes, default_capture_sizes
+from piecewise_backend.facts import find_facts
+from piecewise_backend.plain import PlainCaller
+from piecewise_backend.program import Program, build_program, needs_grad
+from piecewise_backend.reasons import Reason, ReasonCode, Reasons
+from piecewise_backend.report import Report
+from piecewise_backend.split import split
+
+logger = logging.getLogger(__name__)
+
+_callers: list[weakref.ref[Any]] = []
+
+
+def mrv2(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+) -> Callable[..., Any]:
+    """The backend that `torch.compile` finds by name.
+
+    Returns a function with the `Program` as its attribute `program` and the `Report` as `report`. ValueError for
+    options or operators that do not exist, RuntimeError for a graph that needs grad.
+    """
+    parsed = parse_options(options, mode)
+    program, report = compile_graph(gm, parsed)
+    recorder = choose_recorder(parsed, _device_of(example_inputs), report)
+    report.reasons.extend(_obstacles(program, recorder))
+    if recorder is None or ReasonCode.INPUT_NOT_STATIC in report.reasons.codes():
+        report.mode_resolved = "NONE"
+        return _as_function(_without_graphs(program, report), program, report)
+    sizes = clean_capture_sizes(parsed.capture_sizes) if parsed.capture_sizes else default_capture_sizes()
+    report.capture_sizes = sizes if program.token_dim else ()
+    return _as_function(PlainCaller(program, gm, parsed, recorder, report, sizes), program, report)
+
+
+def compile_graph(gm: fx.GraphModule, options: Options) -> tuple[Program, Report]:
+    """Split, inspect and compile a Dynamo graph: everything but capturing."""
+    if (names := needs_grad(gm)) and torch.is_grad_enabled():
+        raise RuntimeError(
+            f"mrv2 compiles for inference only, and output {names[0]!r} of this graph needs grad. Call the model under "
+            "torch.no_grad() or torch.inference_mode(), or set model.requires_grad_(False)"
+        )
+    started = time.perf_counter()
+    reasons = Reasons(on_fallback=options.on_fallback)
+    facts = find_facts(gm)
+    graph = split(gm, find_breakpoints(options.splitting_ops))
+    compiler = PieceCompiler(
+        compiler=options.compiler,
+        compiler_options=options.compiler_options,
+        cache_dir=options.cache_dir if options.cache else None,
+        reasons=reasons,
+    )
+    program = build_program(gm, graph, facts, compiler)
+    for step in program.steps:
+        if step.forbidden is not None:
+            reasons.add(
+                Reason(
+                    ReasonCode.PIECE_NOT_CAPTURABLE, step.name, str(step.forbidden),
+                    "keep it out of the model, or register the operator as a breakpoint",
+                )
+            )
+    report = Report(
+        name=_name_of(gm),
+        mode_requested=options.mode,
+        mode_resolved=options.mode,
+        recorder="none",
+        num_pieces=program.num_pieces,
+        num_breakpoints=len(program.breakpoints),
+        compiled={p.key: p.source for p in program.pieces},
+        compile_seconds=time.perf_counter() - started,
+        reasons=reasons,
+    )
+    logger.info("%s: %d pieces, %d distinct", report.name, program.num_pieces, len(program.pieces))
+    return program, report
+
+
+def choose_recorder(options: Options, device: torch.device, report: Report) -> GraphRecorder | None:
+    """What records for `device`; None, with a reason in the report, where nothing does."""
+    if CUDAGraphMode.parse(options.mode) is CUDAGraphMode.NONE or options.recorder == "none":
+        return None
+    recorder: GraphRecorder | None = None
+    if options.recorder == "emulated":
+        recorder = EmulatedRecorder(poison=options.poison)
+    elif device.type == "cuda":
+        recorder = _cuda_recorder(device)
+    elif options.recorder == "cuda":
+        raise ValueError(f"recorder 'cuda' needs tensors on a CUDA device, got {device}; allowed here: emulated, none")
+    if recorder is None:
+        report.reasons.add(
+            Reason(
+                ReasonCode.NO_RECORDER, f"mode {options.mode}", f"no CUDA graphs on {device}: resolved to NONE",
+                "options={'recorder': 'emulated'} checks capture logic on any device",
+            )
+        )
+    else:
+        report.recorder = recorder.name
+    return recorder
+
+
+_cuda_recorders: dict[torch.device, CudaGraphRecorder] = {}
+
+
+def _cuda_recorder(device: torch.device) -> CudaGraphRecorder:
+    """One pool and one capture stream per device."""
+    if device not in _cuda_recorders:
+        _cuda_recorders[device] = CudaGraphRecorder(device)
+    return _cuda_recorders[device]
+
+
+def reports() -> list[Report]:
+    """Reports of every graph compiled in this process whose compiled function is still alive."""
+    alive = [function for ref in _callers if (function := ref()) is not None]
+    return [function.report for function in alive]
+
+
+def reset() -> None:
+    """Forget every compiled graph: as `torch.compiler.reset()`, and the reports too."""
+    torch.compiler.reset()
+    _callers.clear()
+
+
+def _without_graphs(program: Program, report: Report) -> Callable[..., Any]:
+    def call(*args: Any) -> tuple[Any, ...]:
+        report.uncaptured_runs += 1
+        return program.run(args)
+
+    return call
+
+
+def _as_function(call: Callable[..., Any], program: Program, report: Report) -> Callable[..., Any]:
+    """A plain function: debuggers of compiled code read its `__code__`."""
+
+    def mrv2_compiled(*args: Any) -> Any:
+        return call(*args)
+
+    mrv2_compiled.program = program  # type: ignore[attr-defined]
+    mrv2_compiled.report = report  # type: ignore[attr-defined]
+    mrv2_compiled.caller = call  # type: ignore[attr-defined]
+    _callers.append(weakref.ref(mrv2_compiled))
+    return mrv2_compiled
+
+
+def _obstacles(program: Program, recorder: GraphRecorder | None) -> list[Reason]:
+    """Inputs that no graph can be given a fixed address for."""
+    if recorder is None:
+        return []
+    on_device = any(isinstance(i.fake, torch.Tensor) and i.fake.device.type != "cpu" for i in program.inputs)
+    found = []
+    for given in program.inputs:
+        if isinstance(given.fake, torch.Tensor):
+            if given.fake.device.type == "cpu" and on_device:
+                found.append((given.name, "a host tensor among device tensors would be baked in as a number"))
+            elif given.fake.layout is not torch.strided:
+                found.append((given.name, f"a {given.fake.layout} tensor has no single address"))
+        elif not isinstance(given.fake, torch.SymInt | int):
+            found.append((given.name, f"a {type(given.fake).__name__} is not a tensor"))
+    hint = "pass it as a tensor on the model's device"
+    return [Reason(ReasonCode.INPUT_NOT_STATIC, n, f"{d}: this graph runs without graphs", hint) for n, d in found]
+
+
+def _device_of(example_inputs: Sequence[Any]) -> torch.device:
+    devices = [v.device for v in example_inputs if isinstance(v, torch.Tensor)]
+    return next((d for d in devices if d.type != "cpu"), devices[0] if devices else torch.device("cpu"))
+
+
+def _name_of(gm: fx.GraphModule) -> str:
+    """The user's function, from the first line that made a node."""
+    for node in gm.graph.nodes:
+        for line in node.meta.get("stack_trace", "").splitlines():
+            if line.strip().startswith("File "):
+                return line.strip().removeprefix("File ").replace('"', "").replace(", line ", ":")
+    return "graph"

@@ -1,0 +1,119 @@
+"""What the user may set: frozen, validated, and the only reader of the environment."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, get_args
+
+from typing import Literal
+
+from piecewise_backend.names import unknown_name
+
+Compiler = Literal["inductor", "aot_eager", "eager"]
+Recorder = Literal["auto", "cuda", "emulated", "none"]
+Padding = Literal["leave", "zero", "minus_one", "repeat_last"]
+OnFallback = Literal["report", "error"]
+
+MODES = ("NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
+
+# torch.compile's own mode names, so that a script written for Inductor runs unchanged. Values: cudagraph mode, Inductor
+# options on top.
+_TORCH_MODES: dict[str, tuple[str, dict[str, Any]]] = {
+    "default": ("FULL_AND_PIECEWISE", {}),
+    "reduce-overhead": ("FULL_AND_PIECEWISE", {}),
+    "max-autotune": ("FULL_AND_PIECEWISE", {"max_autotune": True, "coordinate_descent_tuning": True}),
+    "max-autotune-no-cudagraphs": ("NONE", {"max_autotune": True, "coordinate_descent_tuning": True}),
+}
+
+
+def environment_cache_dir() -> Path:
+    """MRV2_CACHE_DIR, else the user's cache folder."""
+    default = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")) / "mrv2"
+    return Path(os.environ.get("MRV2_CACHE_DIR") or default).expanduser()
+
+
+def environment_recorder() -> str:
+    """MRV2_RECORDER, else "auto"."""
+    return os.environ.get("MRV2_RECORDER") or "auto"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """`torch.compile(model, backend="mrv2", options={...})`: each field is one key."""
+
+    mode: str = "FULL_AND_PIECEWISE"
+    """NONE, PIECEWISE, FULL, FULL_DECODE_ONLY or FULL_AND_PIECEWISE. Alone in a plain call, FULL means: nothing is
+    recorded where an operator must break."""
+    recorder: Recorder = field(default_factory=environment_recorder)  # type: ignore[assignment]
+    """What records: "auto" (CUDA graphs on a CUDA device, else nothing), "cuda", "emulated" (any device), "none"."""
+    compiler: Compiler = "inductor"
+    """What compiles the pieces."""
+    compiler_options: Mapping[str, Any] = field(default_factory=dict)
+    """Inductor's own options, as in `torch.compile(options=...)`."""
+    splitting_ops: tuple[Any, ...] = ()
+    """Operators that break the graph, besides the registered ones: names ("my::op") or operators."""
+    capture_sizes: tuple[int, ...] | None = None
+    """Padded sizes of the dynamic dimension; None: 1, 2, 4, then steps of 8 to 256, of 16 to 512."""
+    capture_after: int = 2
+    """A size is captured when it is seen for the so-manieth time."""
+    max_captures: int = 16
+    """At most so many captured sizes in one compiled graph; the rest runs compiled."""
+    max_padding_waste: float = 0.5
+    """Largest share of padded rows; beyond it a size runs compiled."""
+    padding: Padding | Mapping[str, Padding] = field(default_factory=dict)
+    """What fills padded rows: one rule for all inputs, or one per input name ("leave" keeps what the rows held).
+    By default floats are left and integers repeat the last real row."""
+    poison: bool = True
+    """Emulated recorder: fill memory that a real pool could have reused with rubbish."""
+    cache: bool = True
+    """Keep compiled pieces on disk."""
+    cache_dir: Path = field(default_factory=environment_cache_dir)
+    """Folder of the compiled pieces."""
+    on_fallback: OnFallback = "report"
+    """"error" raises `FallbackError` where the report would list a fallback."""
+
+    def __post_init__(self) -> None:
+        _check_choice("recorder", self.recorder, Recorder)
+        _check_choice("compiler", self.compiler, Compiler)
+        _check_choice("on_fallback", self.on_fallback, OnFallback)
+        for rule in self.padding.values() if isinstance(self.padding, Mapping) else (self.padding,):
+            _check_choice("padding", rule, Padding)
+        if self.mode not in MODES:
+            raise unknown_name("mode", self.mode, (*MODES, *_TORCH_MODES))
+        for name, least in (("capture_after", 1), ("max_captures", 0)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < least:
+                raise ValueError(f"option {name!r} must be an integer of at least {least}, got {value!r}")
+        if not 0 <= self.max_padding_waste <= 1:
+            raise ValueError(f"option 'max_padding_waste' is a share from 0 to 1, got {self.max_padding_waste!r}")
+
+
+def parse_options(options: Mapping[str, Any] | None = None, mode: str | None = None) -> Options:
+    """Options from what `torch.compile` hands over. ValueError for an unknown key, naming the nearest."""
+    given = dict(options or {})
+    allowed = [f.name for f in fields(Options)]
+    for key in given:
+        if key not in allowed:
+            raise unknown_name("option", key, allowed)
+    asked = given.pop("mode", None) or mode
+    if asked is not None:
+        asked = getattr(asked, "name", str(asked))
+        name, inductor = _TORCH_MODES.get(asked, (asked.upper().replace("-", "_"), {}))
+        given["mode"] = name
+        if inductor:
+            given["compiler_options"] = inductor | dict(given.get("compiler_options", {}))
+        if name not in MODES:
+            raise unknown_name("mode", asked, (*MODES, *_TORCH_MODES))
+    for key, convert in (("splitting_ops", tuple), ("capture_sizes", tuple), ("cache_dir", Path)):
+        if given.get(key) is not None:
+            given[key] = convert(given[key])
+    return Options(**given)
+
+
+def _check_choice(name: str, value: object, choices: Any) -> None:
+    allowed = get_args(choices)
+    if value not in allowed:
+        raise unknown_name(f"value of option {name!r}:", value, allowed)

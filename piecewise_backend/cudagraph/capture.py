@@ -1,0 +1,259 @@
+"""The one walk: a program's steps, in order, into graphs and the eager calls between them."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from piecewise_backend.breakpoints import Breakpoint
+from piecewise_backend.cudagraph.recorder import GraphRecorder
+from piecewise_backend.cudagraph.rows import RealRows, TokenDim
+from piecewise_backend.facts import Forbidden
+
+logger = logging.getLogger(__name__)
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One segment, ready to run on values in numbered slots."""
+
+    name: str
+    run: Callable[..., Any]
+    """Takes the values in `inputs`, returns a tuple for `outputs`."""
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    frees: tuple[int, ...]
+    """Slots that no later step reads."""
+    opaque: bool
+    launches: bool
+    breakpoint: Breakpoint | None
+    forbidden: Forbidden | None
+    """An operator in a piece that no graph can record: the piece runs between graphs."""
+    input_fakes: tuple[Any, ...] = ()
+    """Traced values of `inputs`, with symbolic sizes."""
+    output_fakes: tuple[Any, ...] = ()
+
+    @property
+    def wants_real_rows(self) -> bool:
+        """Whether this runs between graphs on the real rows only: an operator without metadata of its own."""
+        return self.breakpoint is not None and not self.breakpoint.owns_metadata
+
+
+@dataclass(frozen=True, slots=True)
+class Padded:
+    """The padding of one walk: the dynamic dimension, its padded size, and how much of it is real."""
+
+    dim: TokenDim
+    size: int
+    rows: RealRows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CapturedProgram:
+    """A program recorded for one descriptor: calls without arguments, and where its results lie."""
+
+    calls: tuple[Callable[[], Any], ...]
+    outputs: tuple[Any, ...]
+    num_graphs: int
+    recorded: tuple[str, ...]
+    """Names of the breakpoints that are inside a graph."""
+    eager: tuple[str, ...]
+    """Names of the steps that run between graphs."""
+    seconds: float
+    memory_bytes: int
+    keep: tuple[Any, ...]
+    """Memory outside of the pool that graphs read: alive as long as they are."""
+
+    def replay(self) -> tuple[Any, ...]:
+        """Run everything on the memory it was recorded on; returns the static outputs, valid until the next replay."""
+        for call in self.calls:
+            call()
+        return self.outputs
+
+
+def capture(
+    steps: Sequence[Step],
+    slots: list[Any],
+    output_slots: Sequence[Any],
+    *,
+    recorder: GraphRecorder,
+    records: Callable[[Step], bool],
+    execute: bool,
+    padded: Padded | None = None,
+) -> CapturedProgram:
+    """Walk `steps` once over `slots` (static inputs filled in) and record them.
+
+    `records(step)`: whether a breakpoint is recorded into the current graph; else it breaks it and runs eagerly, as
+    does a piece with a forbidden operator. `execute`: the walk also does the work once, as a plain run would, so that
+    eager steps see real values and nothing runs twice. With `padded`, operators without metadata are given real rows.
+    """
+    started, memory = time.perf_counter(), recorder.memory_bytes()
+    walk = _Walk(recorder, execute, padded)
+    walk.keep.extend(slots)
+    try:
+        for step in steps:
+            args = [slots[i] for i in step.inputs]
+            recorded = step.forbidden is None and (step.breakpoint is None or records(step))
+            results = walk.record(step, args) if recorded else walk.run_eagerly(step, args)
+            for slot, value in zip(step.outputs, results, strict=True):
+                slots[slot] = value
+            del args, results
+            for slot in step.frees:
+                slots[slot] = None
+        walk.close()
+    except BaseException:
+        recorder.abort()
+        raise
+    outputs = tuple(walk.weakened(slots[o]) if isinstance(o, int) else o.value for o in output_slots)
+    return CapturedProgram(
+        calls=tuple(walk.calls),
+        outputs=outputs,
+        num_graphs=walk.num_graphs,
+        recorded=tuple(walk.recorded),
+        eager=tuple(walk.eager),
+        seconds=time.perf_counter() - started,
+        memory_bytes=recorder.memory_bytes() - memory,
+        keep=tuple(v for v in walk.keep if isinstance(v, torch.Tensor)),
+    )
+
+
+class _Walk:
+    """The state of one capture."""
+
+    def __init__(self, recorder: GraphRecorder, execute: bool, padded: Padded | None) -> None:
+        self.recorder = recorder
+        self.execute = execute
+        self.padded = padded
+        self.calls: list[Callable[[], Any]] = []
+        self.recorded: list[str] = []
+        self.eager: list[str] = []
+        self.num_graphs = 0
+        self.open = False
+        self.pooled: set[int] = set()
+        self.keep: list[Any] = []
+
+    def record(self, step: Step, args: list[Any]) -> tuple[Any, ...]:
+        if not step.launches and not self.open:
+            results = step.run(*args)  # views and allocations: static results, nothing to repeat
+            self.keep.extend(r for r in results if _address(r) not in self.pooled)
+            return results
+        if not self.open:
+            self.recorder.begin()
+            self.open = True
+        results = self.recorder.call(step.run, args, opaque=step.opaque)
+        given = {_address(a) for a in args}
+        self.pooled |= {_address(r) for r in results} - given
+        if step.breakpoint is not None:
+            self.recorded.append(step.name)
+        return results
+
+    def close(self) -> None:
+        """End the open graph, if any, and do its work now where recording did not."""
+        if not self.open:
+            return
+        self.open = False
+        graph = self.recorder.end()
+        self.calls.append(graph.replay)
+        self.num_graphs += 1
+        if self.execute and not self.recorder.executes:
+            graph.replay()
+
+    def run_eagerly(self, step: Step, args: list[Any]) -> tuple[Any, ...]:
+        self.close()
+        self.eager.append(step.name)
+        kept = [self.weakened(a) for a in args]
+        if self.padded is not None and step.wants_real_rows:
+            results = run_on_real_rows(step, args, self.padded)
+            call = _narrowed_call(step, kept, results, self.padded)
+        else:
+            results = step.run(*args)
+            call = _bound_call(step.run, kept, results)
+        self.calls.append(call)
+        return results
+
+    def weakened(self, value: Any) -> Any:
+        """Values in recorded memory are kept by address only, so that graphs recorded later may reuse it."""
+        return self.recorder.weaken(value) if _address(value) in self.pooled else value
+
+
+def _address(value: Any) -> int:
+    if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+        return value.untyped_storage().data_ptr()
+    return 0
+
+
+def _bound_call(run: Callable[..., Any], args: list[Any], results: tuple[Any, ...]) -> Callable[[], Any]:
+    """`run` on its static arguments; fresh results are copied to where they lay at capture."""
+    given = {_address(a) for a in tree_leaves(args)}
+    fresh = [(i, r) for i, r in enumerate(results) if isinstance(r, torch.Tensor) and _address(r) not in given]
+    if not fresh:
+        return lambda: run(*args)
+
+    def call() -> None:
+        new = run(*args)
+        for index, static in fresh:
+            static.copy_(new[index])
+
+    return call
+
+
+def run_on_real_rows(step: Step, args: Sequence[Any], padded: Padded) -> tuple[Any, ...]:
+    """Run an operator on views of the real rows of `args`; its results are padded again, with zeros."""
+    dim, count = padded.dim, padded.rows.count
+    new = step.run(*[dim.narrow(a, fake, count) for a, fake in zip(args, step.input_fakes, strict=True)])
+    given = {_address(a) for a in args}
+    results = list(new)
+    for i, (value, fake) in enumerate(zip(new, step.output_fakes, strict=True)):
+        if isinstance(value, torch.Tensor) and _address(value) not in given and dim.dims(fake):
+            results[i] = dim.empty(fake, padded.size)
+            dim.narrow(results[i], fake, count).copy_(value)
+    return tuple(results)
+
+
+def _narrowed_call(step: Step, kept: list[Any], results: tuple[Any, ...], padded: Padded) -> Callable[[], Any]:
+    """The same at replay: views of static memory, cut anew when the number of real rows changes."""
+    dim, rows = padded.dim, padded.rows
+    given = {_address(a) for a in kept}
+    fresh = [i for i, r in enumerate(results) if isinstance(r, torch.Tensor) and _address(r) not in given]
+    bound: dict[int, tuple[list[Any], list[tuple[int, Any]]]] = {}
+
+    def bind(count: int) -> tuple[list[Any], list[tuple[int, Any]]]:
+        inputs = [dim.narrow(a, fake, count) for a, fake in zip(kept, step.input_fakes, strict=True)]
+        return inputs, [(i, dim.narrow(results[i], step.output_fakes[i], count)) for i in fresh]
+
+    def call() -> None:
+        count = rows.count
+        if count not in bound:
+            bound[count] = bind(count)
+        inputs, outputs = bound[count]
+        new = step.run(*inputs)
+        for index, static in outputs:
+            static.copy_(new[index])
+
+    return call
+
+
+@contextlib.contextmanager
+def capture_session(recorder: GraphRecorder) -> Iterator[None]:
+    """Surrounds all captures of a program: the garbage collector is frozen once, not once per graph.
+
+    A collection in the middle of a recording could free device memory, which a CUDA capture does not allow.
+    """
+    enabled = gc.isenabled()
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        with recorder.session():
+            yield
+    finally:
+        gc.unfreeze()
+        if enabled:
+            gc.enable()

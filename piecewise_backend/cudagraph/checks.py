@@ -1,0 +1,81 @@
+"""What a CUDA graph cannot record, decided operator by operator."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+_ALLOCATIONS = frozenset(
+    {
+        torch.ops.aten.empty.memory_format,
+        torch.ops.aten.empty_strided.default,
+        torch.ops.aten.empty_like.default,
+        torch.ops.aten.new_empty.default,
+        torch.ops.aten.new_empty_strided.default,
+    }
+)
+# Tagged as having a dynamic shape, but only where an index is a mask.
+_INDEXING = frozenset({torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default, torch.ops.aten.index_put.default})
+
+
+class CaptureRefused(RuntimeError):
+    """An operator that no graph can record was met while recording; the message names it."""
+
+
+def why_uncapturable(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
+    """Why a CUDA graph cannot record this call; None when it can."""
+    if func in _INDEXING:
+        masks = [i for i in tree_leaves(args[1]) if isinstance(i, torch.Tensor) and i.dtype in (torch.bool, torch.uint8)]
+        return "a boolean mask selects a data-dependent number of rows" if masks else None
+    if torch.Tag.dynamic_output_shape in func.tags:
+        return "its output shape depends on data, which the host must wait for"
+    if torch.Tag.data_dependent_output in func.tags:
+        return "it reads a value on the host, which must wait for the device"
+    return _host_copy(func, args, kwargs)
+
+
+def _host_copy(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
+    """A copy between host and device is recordable from or to pinned memory only."""
+    if func is torch.ops.aten._to_copy.default:
+        source, target = args[0].device, torch.device(kwargs.get("device") or args[0].device)
+        pinned = bool(kwargs.get("pin_memory")) or _is_pinned(args[0])
+    elif func is torch.ops.aten.copy_.default:
+        source, target = args[1].device, args[0].device
+        pinned = _is_pinned(args[1]) or _is_pinned(args[0])
+    else:
+        return None
+    if (source.type == "cpu") != (target.type == "cpu") and "meta" not in (source.type, target.type) and not pinned:
+        return f"it copies from {source} to {target} through pageable host memory, which synchronises"
+    return None
+
+
+def _is_pinned(tensor: torch.Tensor) -> bool:
+    if isinstance(tensor, torch._subclasses.FakeTensor):
+        return False
+    return tensor.device.type == "cpu" and torch.cuda.is_available() and tensor.is_pinned()
+
+
+def launches_work(func: torch._ops.OpOverload) -> bool:
+    """Whether a call runs a kernel: views and bare allocations do not."""
+    if func in _ALLOCATIONS:
+        return False
+    if func.is_view:
+        return False
+    returns = func._schema.returns
+    if returns:  # sizes and strides are answered by the host
+        return any("Tensor" in str(r.type) for r in returns)
+    return any("Tensor" in str(a.type) for a in func._schema.arguments)
+
+
+def written_arguments(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """The tensors that a call writes to, by its schema."""
+    written: list[torch.Tensor] = []
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = args[position] if position < len(args) else kwargs.get(argument.name)
+        written.extend(leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
+    return written

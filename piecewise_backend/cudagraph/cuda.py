@@ -1,0 +1,77 @@
+"""Real CUDA graphs: one pool and one capture stream per recorder."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+
+class CudaGraphRecorder:
+    """Records what is launched on its stream. Nothing is carried out while recording: replay to do so."""
+
+    name = "cuda"
+    executes = False
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._graph_bytes = 0
+
+    @contextlib.contextmanager
+    def session(self) -> Iterator[None]:
+        """All work in the session, eager work included, is on the capture stream."""
+        outer = torch.cuda.current_stream(self.device)
+        self._stream.wait_stream(outer)
+        free_before = torch.cuda.mem_get_info(self.device)[0]
+        try:
+            with torch.cuda.stream(self._stream):
+                yield
+        finally:
+            outer.wait_stream(self._stream)
+            self._graph_bytes += max(0, free_before - torch.cuda.mem_get_info(self.device)[0])
+
+    def begin(self) -> None:
+        assert self._graph is None, "a graph is already being recorded"
+        self._graph = torch.cuda.CUDAGraph()
+        # Other threads may use the GPU meanwhile (a data loader's pinning thread): only this one must not synchronise.
+        self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+
+    def call(self, run: Callable[..., Any], args: Sequence[Any], *, opaque: bool) -> Any:
+        return run(*args)
+
+    def end(self) -> torch.cuda.CUDAGraph:
+        graph, self._graph = self._graph, None
+        assert graph is not None, "no graph is being recorded"
+        graph.capture_end()
+        return graph
+
+    def abort(self) -> None:
+        graph, self._graph = self._graph, None
+        if graph is not None:
+            with contextlib.suppress(RuntimeError):  # the capture is already invalid: that is why it is dropped
+                graph.capture_end()
+
+    def weaken(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same memory without a reference to it: graphs keep their pool alive as a whole."""
+        if tensor.device.type != "cuda" or tensor.layout is not torch.strided:
+            return tensor
+        storage = tensor.untyped_storage()
+        unowned = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), tensor.device, storage.nbytes())
+        metadata = {
+            "nbytes": storage.nbytes(),
+            "data_ptr": storage.data_ptr(),
+            "size": tuple(tensor.shape),
+            "stride": tensor.stride(),
+            "dtype": tensor.dtype,
+            "device": tensor.device,
+            "storage_offset": tensor.storage_offset(),
+        }
+        return torch._C._construct_CUDA_Tensor_From_Storage_And_Metadata(metadata, unowned)
+
+    def memory_bytes(self) -> int:
+        return self._graph_bytes

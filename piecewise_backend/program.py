@@ -1,0 +1,197 @@
+"""A compiled model: pieces and breakpoints in order, on values in numbered slots."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from piecewise_backend.compile import CompiledPiece, PieceCompiler
+from piecewise_backend.cudagraph.capture import CapturedProgram, Padded, Step, capture, run_on_real_rows
+from piecewise_backend.cudagraph.recorder import GraphRecorder
+from piecewise_backend.cudagraph.rows import TokenDim
+from piecewise_backend.facts import GraphFacts
+from piecewise_backend.split import NodeName, Segment, SplitGraph, free_symbols
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """One input of a program, as traced."""
+
+    name: str
+    fake: Any
+    """A traced tensor, a symbolic int, or the value itself."""
+    is_static: bool
+    """A parameter or buffer: the same tensor at every call."""
+    is_written: bool
+    """The program writes to its memory."""
+    storage: int
+    """Equal where traced inputs share memory; -1 for what is not a tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """An output that is not computed."""
+
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """What a graph became. Running it needs no state; capturing it makes a `CapturedProgram`."""
+
+    inputs: tuple[Input, ...]
+    steps: tuple[Step, ...]
+    outputs: tuple[int | Constant, ...]
+    output_fakes: tuple[Any, ...]
+    output_storage: tuple[int, ...]
+    """Equal where outputs (and `Input.storage`) share memory; -1 for what is not a tensor."""
+    num_slots: int
+    pieces: tuple[CompiledPiece, ...]
+    """The distinct compiled pieces."""
+    is_random: bool
+    """Whether any node draws random numbers."""
+
+    @property
+    def num_pieces(self) -> int:
+        """Pieces, identical ones counted each time."""
+        return sum(step.breakpoint is None for step in self.steps)
+
+    @property
+    def breakpoints(self) -> tuple[Step, ...]:
+        """The operators between pieces."""
+        return tuple(step for step in self.steps if step.breakpoint is not None)
+
+    @property
+    def token_dim(self) -> TokenDim:
+        """Every shape symbol of the inputs, taken for one dimension."""
+        return TokenDim(s for i in self.inputs for s in free_symbols(i.fake))
+
+    def run(
+        self,
+        args: Sequence[Any],
+        *,
+        padded: Padded | None = None,
+        watch: Callable[[Step, Sequence[Any]], None] | None = None,
+    ) -> tuple[Any, ...]:
+        """Run the steps one after another, without graphs. With `padded`, `args` are padded to its size.
+
+        `watch` is shown each step and its results.
+        """
+        slots = self.fill(args)
+        for step in self.steps:
+            values = [slots[i] for i in step.inputs]
+            if padded is not None and step.wants_real_rows:
+                results = run_on_real_rows(step, values, padded)
+            else:
+                results = step.run(*values)
+            if watch is not None:
+                watch(step, results)
+            for slot, value in zip(step.outputs, results, strict=True):
+                slots[slot] = value
+            for slot in step.frees:
+                slots[slot] = None
+        return tuple(slots[o] if isinstance(o, int) else o.value for o in self.outputs)
+
+    def capture(
+        self,
+        args: Sequence[Any],
+        *,
+        recorder: GraphRecorder,
+        records: Callable[[Step], bool],
+        execute: bool,
+        padded: Padded | None = None,
+    ) -> CapturedProgram:
+        """Record the steps on `args`, which are read at every replay from where they lie now."""
+        return capture(
+            self.steps, self.fill(args), self.outputs,
+            recorder=recorder, records=records, execute=execute, padded=padded,
+        )
+
+    def fill(self, args: Sequence[Any]) -> list[Any]:
+        """Slots with the inputs in place."""
+        return [*args, *[None] * (self.num_slots - len(self.inputs))]
+
+
+def build_program(
+    gm: fx.GraphModule, graph: SplitGraph, facts: GraphFacts, compiler: PieceCompiler
+) -> Program:
+    """Compile each distinct piece of `graph` once and lay all values out in slots."""
+    by_name = {node.name: node for node in gm.graph.nodes}
+    inputs = tuple(_input(by_name[name], facts) for name in graph.placeholders)
+    pieces = [segment for segment in graph.segments if segment.breakpoint is None]
+    launching = [s for s in pieces if facts.launches(s.nodes)]
+    keys = dict(zip((id(s) for s in launching), compiler.keys([s.module for s in launching]), strict=True))
+    compiled = {id(s): compiler.compile(s.module, keys[id(s)]) for s in launching}
+
+    slot_of = {name: index for index, name in enumerate(graph.placeholders)}
+    steps = []
+    for segment in graph.segments:
+        for name in segment.outputs:
+            slot_of[name] = len(slot_of)
+        steps.append(_step(segment, slot_of, facts, compiled.get(id(segment)), len(steps)))
+    outputs = tuple(slot_of[o] if isinstance(o, NodeName) else Constant(o) for o in graph.outputs)
+    output_fakes = tuple(
+        by_name[o].meta.get("example_value") if isinstance(o, NodeName) and o in by_name else o for o in graph.outputs
+    )
+    return Program(
+        inputs=inputs,
+        steps=_with_frees(steps, {o for o in outputs if isinstance(o, int)}, len(inputs)),
+        outputs=outputs,
+        output_fakes=output_fakes,
+        output_storage=tuple(facts.storage.get(o, -1) if isinstance(o, NodeName) else -1 for o in graph.outputs),
+        num_slots=len(slot_of),
+        is_random=bool(facts.random),
+        pieces=tuple({p.key: p for p in compiled.values()}.values()),
+    )
+
+
+def _input(node: fx.Node, facts: GraphFacts) -> Input:
+    static = (node.meta.get("tensor_dict") or {}).get("_dynamo_static_input_type") is not None
+    fake = node.meta.get("example_value")
+    storage = facts.storage.get(node.name, -1)
+    return Input(node.name, fake, static, facts.is_written(node.name), storage)
+
+
+def _step(
+    segment: Segment, slot_of: dict[str, int], facts: GraphFacts, compiled: CompiledPiece | None, index: int
+) -> Step:
+    fakes = [n.meta.get("example_value") for n in segment.module.graph.nodes if n.op == "placeholder"]
+    (output,) = (n for n in segment.module.graph.nodes if n.op == "output")
+    label = f"piece {index}" if segment.breakpoint is None else f"{segment.breakpoint.name} {index}"
+    return Step(
+        name=label,
+        run=segment.module.forward if compiled is None else compiled.run,
+        inputs=tuple(slot_of[name] for name in segment.inputs),
+        outputs=tuple(slot_of[name] for name in segment.outputs),
+        frees=(),
+        opaque=compiled is not None and compiled.opaque,
+        launches=segment.breakpoint is not None or facts.launches(segment.nodes),
+        breakpoint=segment.breakpoint,
+        forbidden=facts.first_forbidden(segment.nodes) if segment.breakpoint is None else None,
+        input_fakes=tuple(fakes),
+        output_fakes=tuple(n.meta.get("example_value") for n in output.args[0]),
+    )
+
+
+def _with_frees(steps: list[Step], kept: set[int], num_inputs: int) -> tuple[Step, ...]:
+    """Each value is let go after its last use; inputs are the caller's."""
+    seen = set(kept) | set(range(num_inputs))
+    result = []
+    for step in reversed(steps):
+        last = tuple(dict.fromkeys(i for i in (*step.inputs, *step.outputs) if i not in seen))
+        seen.update(last)
+        result.append(dataclasses.replace(step, frees=last))
+    return tuple(reversed(result))
+
+
+def needs_grad(gm: fx.GraphModule) -> list[str]:
+    """Names of outputs that would need grad."""
+    (output,) = (n for n in gm.graph.nodes if n.op == "output")
+    values = [n for n in output.args[0] if isinstance(n, fx.Node)]
+    fakes = {n.name: n.meta.get("example_value") for n in values}
+    return [name for name, fake in fakes.items() if isinstance(fake, torch.Tensor) and fake.requires_grad]

@@ -1,0 +1,117 @@
+"""What happened to a model: split, compiled, captured, replayed, and what went another way, with its reason."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+from piecewise_backend.reasons import Reasons
+
+
+@dataclass(slots=True, kw_only=True)
+class SizeReport:
+    """One captured variant."""
+
+    descriptor: str
+    num_tokens: int
+    num_graphs: int
+    seconds: float
+    memory_bytes: int
+    replays: int = 0
+    padded_rows: int = 0
+    """Padded rows computed over all replays."""
+    eager_ops: tuple[str, ...] = ()
+    """Operators that run between the graphs."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Report:
+    """The facts about one compiled graph, updated as it runs."""
+
+    name: str
+    mode_requested: str
+    mode_resolved: str
+    recorder: str
+    num_pieces: int
+    num_breakpoints: int
+    compiled: dict[str, str]
+    """Distinct pieces: key to "inductor", "disk", "aot_eager" or "eager"."""
+    compile_seconds: float
+    capture_sizes: tuple[int, ...] = ()
+    sizes: list[SizeReport] = field(default_factory=list)
+    uncaptured_runs: int = 0
+    """Calls that ran the compiled pieces without graphs."""
+    reasons: Reasons = field(default_factory=Reasons)
+
+    @property
+    def num_replays(self) -> int:
+        return sum(size.replays for size in self.sizes)
+
+    @property
+    def num_captures(self) -> int:
+        return len(self.sizes)
+
+    def summary(self) -> Iterator[tuple[str, str]]:
+        """(label, value) lines."""
+        arrow = "" if self.mode_requested == self.mode_resolved else f" -> {self.mode_resolved}"
+        yield "mode", f"{self.mode_requested}{arrow} (recorder: {self.recorder})"
+        yield "program", f"{self.num_pieces} pieces, {self.num_breakpoints} breakpoints"
+        sources = sorted(set(self.compiled.values()))
+        counts = ", ".join(f"{list(self.compiled.values()).count(s)} {s}" for s in sources) or "nothing to compile"
+        yield "distinct compiles", f"{len(self.compiled)} ({counts}) in {self.compile_seconds:.2f} s"
+        yield "capture sizes", ", ".join(map(str, self.capture_sizes)) or "as they come"
+        seconds = sum(s.seconds for s in self.sizes)
+        memory = sum(s.memory_bytes for s in self.sizes)
+        yield "captures", f"{self.num_captures} in {seconds:.2f} s, {memory / 2**20:.1f} MiB"
+        yield "replays", f"{self.num_replays}, besides {self.uncaptured_runs} runs without graphs"
+
+    def __rich__(self) -> Group:
+        facts = Table.grid(padding=(0, 2))
+        for label, value in self.summary():
+            facts.add_row(Text(label, style="bold"), value)
+        parts: list[object] = [Text(f"mrv2 report: {self.name}", style="bold cyan"), facts]
+        if self.sizes:
+            parts.append(self._sizes_table())
+        if len(self.reasons):
+            parts.append(self._reasons_table())
+        return Group(*parts)  # type: ignore[arg-type]
+
+    def _sizes_table(self) -> Table:
+        table = Table(title="captured", title_justify="left", box=None)
+        for column in ("variant", "graphs", "eager ops", "capture", "memory", "replays", "padding"):
+            table.add_column(column, justify="left" if column == "variant" else "right")
+        for s in self.sizes:
+            rows = s.replays * s.num_tokens
+            waste = f"{s.padded_rows / rows:.0%}" if rows else "-"
+            table.add_row(
+                s.descriptor, str(s.num_graphs), str(len(s.eager_ops)), f"{s.seconds * 1e3:.0f} ms",
+                f"{s.memory_bytes / 2**20:.2f} MiB", str(s.replays), waste,
+            )
+        return table
+
+    def _reasons_table(self) -> Table:
+        table = Table(title="what went another way", title_justify="left", box=None)
+        for column in ("times", "code", "what", "way out"):
+            table.add_column(column)
+        for reason, count in self.reasons:
+            table.add_row(str(count), reason.code.value, f"{reason.subject}: {reason.detail}", reason.hint)
+        return table
+
+    def __str__(self) -> str:
+        console = Console(width=140, record=True, file=_Nowhere(), color_system=None)
+        console.print(self)
+        return console.export_text()
+
+
+class _Nowhere:
+    """A file that keeps nothing: the console records what it prints."""
+
+    def write(self, text: str) -> int:
+        return len(text)
+
+    def flush(self) -> None:
+        return None
