@@ -173,9 +173,20 @@ def _step(
         launches=segment.breakpoint is not None or facts.launches(segment.nodes),
         breakpoint=segment.breakpoint,
         forbidden=facts.first_forbidden(segment.nodes) if segment.breakpoint is None else None,
+        layer=_layer_name(segment) if segment.breakpoint is not None else None,
         input_fakes=tuple(fakes),
         output_fakes=tuple(n.meta.get("example_value") for n in output.args[0]),
     )
+
+
+def _layer_name(segment: Segment) -> str | None:
+    """The layer that an attention operator of ours names in its arguments."""
+    for node in segment.module.graph.nodes:
+        if node.op == "call_function":
+            named = [a for a in (*node.args, *node.kwargs.values()) if isinstance(a, str)]
+            if named:
+                return named[0]
+    return None
 
 
 def _with_frees(steps: list[Step], kept: set[int], num_inputs: int) -> tuple[Step, ...]:

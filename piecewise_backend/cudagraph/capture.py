@@ -36,6 +36,8 @@ class Step:
     breakpoint: Breakpoint | None
     forbidden: Forbidden | None
     """An operator in a piece that no graph can record: the piece runs between graphs."""
+    layer: str | None = None
+    """The attention layer whose operator this is."""
     input_fakes: tuple[Any, ...] = ()
     """Traced values of `inputs`, with symbolic sizes."""
     output_fakes: tuple[Any, ...] = ()

@@ -1,0 +1,96 @@
+"""One batch: which tokens of which requests, and how it is padded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from piecewise_backend.cudagraph.modes import BatchDescriptor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduledRequest:
+    """What one request computes in one step."""
+
+    request_id: str
+    token_ids: Sequence[int]
+    """The new tokens."""
+    num_computed_tokens: int
+    """Tokens already in the cache."""
+    block_ids: Sequence[int]
+    """Physical blocks, covering the new tokens too."""
+    is_decode: bool
+    """Past its prefill: all tokens of its prompt are in the cache already."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputBatch:
+    """A step's requests in order, on the host.
+
+    Tokens of request r are `query_start_loc[r] : query_start_loc[r + 1]` of the flat batch.
+    """
+
+    requests: tuple[ScheduledRequest, ...]
+    query_start_loc: np.ndarray
+    """[num_reqs + 1] int32."""
+    seq_lens: np.ndarray
+    """[num_reqs] int32: tokens in the cache after this step."""
+    uniform_query_len: int | None
+    """The query length that all requests share, if all are past their prefill; else None."""
+
+    @classmethod
+    def make(cls, requests: Sequence[ScheduledRequest]) -> InputBatch:
+        """The batch of `requests`. ValueError for none, or for one without new tokens."""
+        if not requests:
+            raise ValueError("a batch needs at least one request")
+        lengths = np.array([len(r.token_ids) for r in requests], dtype=np.int32)
+        if not lengths.all():
+            empty = [r.request_id for r in requests if not r.token_ids]
+            raise ValueError(f"every request of a batch needs a new token, got none for {empty}")
+        starts = np.zeros(len(requests) + 1, dtype=np.int32)
+        np.cumsum(lengths, out=starts[1:])
+        computed = np.array([r.num_computed_tokens for r in requests], dtype=np.int32)
+        uniform = all(r.is_decode for r in requests) and bool((lengths == lengths[0]).all())
+        return cls(
+            requests=tuple(requests), query_start_loc=starts, seq_lens=computed + lengths,
+            uniform_query_len=int(lengths[0]) if uniform else None,
+        )
+
+    @classmethod
+    def make_dummy(cls, descriptor: BatchDescriptor, *, max_num_reqs: int, max_model_len: int) -> InputBatch:
+        """A batch that fills `descriptor`, with sequences as long as the model allows.
+
+        Lengths steer kernels to the choices that long sequences need; block tables are dummies and slots inert, so
+        nothing is written.
+        """
+        tokens = descriptor.num_tokens
+        num_reqs = descriptor.num_reqs or min(tokens, max_num_reqs)
+        share, extra = divmod(tokens, num_reqs)
+        requests = []
+        for index in range(num_reqs):
+            length = min(share + (index < extra), max_model_len)
+            requests.append(
+                ScheduledRequest(
+                    request_id=f"dummy-{index}", token_ids=[0] * length, num_computed_tokens=max_model_len - length,
+                    block_ids=(), is_decode=descriptor.uniform_query_len is not None,
+                )
+            )
+        return cls.make(requests)
+
+    @property
+    def num_reqs(self) -> int:
+        return len(self.requests)
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.query_start_loc[-1])
+
+    @property
+    def max_query_len(self) -> int:
+        return int(np.diff(self.query_start_loc).max())
+
+    @property
+    def max_seq_len(self) -> int:
+        return int(self.seq_lens.max())

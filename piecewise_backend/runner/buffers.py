@@ -1,0 +1,40 @@
+"""Persistent input buffers: what every captured graph reads, written anew for each step."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+
+class MirroredBuffer:
+    """A host array and its device twin at a fixed address. On the CPU both are the same memory."""
+
+    def __init__(self, *shape: int, dtype: torch.dtype, device: torch.device, fill: int = 0) -> None:
+        on_device = device.type != "cpu"
+        self.cpu = torch.full(shape, fill, dtype=dtype, pin_memory=on_device)
+        self.gpu = torch.full(shape, fill, dtype=dtype, device=device) if on_device else self.cpu
+        self.np: np.ndarray = self.cpu.numpy()
+
+    def copy_to_device(self, count: int) -> torch.Tensor:
+        """Send the first `count` entries; returns their device view."""
+        if self.gpu is not self.cpu:
+            self.gpu[:count].copy_(self.cpu[:count], non_blocking=True)
+        return self.gpu[:count]
+
+
+class InputBuffers:
+    """Inputs of one forward pass, sized to the largest batch.
+
+    input_ids, positions, slot_mapping: [max_num_tokens] int64. query_start_loc: [max_num_reqs + 1] int32, seq_lens:
+    [max_num_reqs] int32, block_table: [max_num_reqs, max_num_blocks] int32.
+    """
+
+    def __init__(self, *, max_num_tokens: int, max_num_reqs: int, max_num_blocks: int, device: torch.device) -> None:
+        self.max_num_tokens = max_num_tokens
+        self.max_num_reqs = max_num_reqs
+        self.input_ids = MirroredBuffer(max_num_tokens, dtype=torch.int64, device=device)
+        self.positions = MirroredBuffer(max_num_tokens, dtype=torch.int64, device=device)
+        self.slot_mapping = MirroredBuffer(max_num_tokens, dtype=torch.int64, device=device, fill=-1)
+        self.query_start_loc = MirroredBuffer(max_num_reqs + 1, dtype=torch.int32, device=device)
+        self.seq_lens = MirroredBuffer(max_num_reqs, dtype=torch.int32, device=device)
+        self.block_table = MirroredBuffer(max_num_reqs, max_num_blocks, dtype=torch.int32, device=device)

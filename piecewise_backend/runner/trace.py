@@ -1,0 +1,93 @@
+"""A model to one program that serves every size: one Dynamo trace, then Dynamo is out of the way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from piecewise_backend.backend import compile_graph
+from piecewise_backend.config import Options
+from piecewise_backend.cudagraph.rows import TokenDim
+from piecewise_backend.program import Program
+from piecewise_backend.report import Report
+
+
+@dataclass(frozen=True, slots=True)
+class BoundProgram:
+    """A program with everything it reads: parameters, caches, and the runner's buffers at full length."""
+
+    program: Program
+    report: Report
+    dim: TokenDim
+    args: tuple[Any, ...]
+    varying: tuple[int, ...]
+    """Indices of `args` that depend on the number of tokens."""
+
+    def args_for(self, num_tokens: int) -> list[Any]:
+        """Arguments of a pass over `num_tokens` tokens: views of the buffers."""
+        args = list(self.args)
+        for index in self.varying:
+            args[index] = self.dim.narrow(args[index], self.program.inputs[index].fake, num_tokens)
+        return args
+
+    def run(self, num_tokens: int) -> tuple[Any, ...]:
+        """The compiled pieces one after another, without graphs."""
+        return self.program.run(self.args_for(num_tokens))
+
+
+def trace(model: nn.Module, buffers: Sequence[torch.Tensor], num_tokens: int, options: Options) -> BoundProgram:
+    """Call `model` once on the first `num_tokens` rows of `buffers` and keep the program that came of it.
+
+    The first dimension of the buffers is the dynamic one. RuntimeError for a model that Dynamo cannot trace whole,
+    naming the line.
+    """
+    caught: list[tuple[Program, Report]] = []
+    calls: list[tuple[Any, ...]] = []
+
+    def backend(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        program, report = compile_graph(gm, options)
+        caught.append((program, report))
+
+        def first_call(*args: Any) -> tuple[Any, ...]:
+            calls.append(args)
+            return program.run(args)
+
+        return first_call
+
+    views = [buffer[:num_tokens] for buffer in buffers]
+    for view in views:
+        torch._dynamo.mark_dynamic(view, 0)
+    compiled = torch.compile(
+        model, backend=backend, fullgraph=True, options={"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
+    )
+    try:
+        with torch.no_grad():
+            compiled(*views)
+    except torch._dynamo.exc.Unsupported as error:
+        raise RuntimeError(_graph_break_message(error)) from error
+    assert len(caught) == 1, f"one trace must serve every size, got {len(caught)}"
+    (program, report), (args,) = caught[0], calls
+    full = {view.data_ptr(): buffer for view, buffer in zip(views, buffers, strict=True)}
+    dim = program.token_dim
+    varying = tuple(
+        i for i, given in enumerate(program.inputs) if isinstance(given.fake, torch.SymInt) or dim.dims(given.fake)
+    )
+    bound = tuple(
+        full[a.data_ptr()] if isinstance(a, torch.Tensor) and i in varying else a for i, a in enumerate(args)
+    )
+    return BoundProgram(program, report, dim, bound, varying)
+
+
+def _graph_break_message(error: torch._dynamo.exc.Unsupported) -> str:
+    stack = getattr(error, "real_stack", None)
+    where = f"{stack[-1].filename}:{stack[-1].lineno}: {stack[-1].line}" if stack else "an unknown line"
+    what = str(error).strip().splitlines()[0]
+    return (
+        f"the model cannot be traced as one graph: {what} at {where}. A model for the runner must not leave the graph: "
+        "move this line out of forward, or make it an operator with torch.library.custom_op and register it with "
+        "register_breakpoint"
+    )
