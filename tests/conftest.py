@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
+
+os.environ.setdefault("TRITON_INTERPRET", str(int(not torch.cuda.is_available())))  # read when triton loads
 import torch._dynamo
 
 
