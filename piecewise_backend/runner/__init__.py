@@ -1,0 +1,21 @@
+"""Requests to forward passes: buffers, batches, metadata, captured graphs, and the engine around them."""
+
+from piecewise_backend.runner.batch import InputBatch, ScheduledRequest
+from piecewise_backend.runner.engine import Engine, NewToken
+from piecewise_backend.runner.llm import LLM, Chunk, Completion
+from piecewise_backend.runner.model_runner import ModelRunner, RunnerConfig
+from piecewise_backend.runner.request import Request, SamplingParams
+
+__all__ = [
+    "LLM",
+    "Chunk",
+    "Completion",
+    "Engine",
+    "InputBatch",
+    "ModelRunner",
+    "NewToken",
+    "Request",
+    "RunnerConfig",
+    "SamplingParams",
+    "ScheduledRequest",
+]

@@ -1,0 +1,120 @@
+"""The loop: schedule, execute, sample, until every request has finished."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from piecewise_backend.reasons import Reason, ReasonCode
+from piecewise_backend.runner.block_pool import BlockPool
+from piecewise_backend.runner.model_runner import ModelRunner
+from piecewise_backend.runner.request import Request, SamplingParams
+from piecewise_backend.runner.sampling import Sampler
+from piecewise_backend.runner.scheduler import Scheduler, advance
+
+
+@dataclass(frozen=True, slots=True)
+class NewToken:
+    """One token of one request, as it is sampled."""
+
+    request_id: str
+    token_id: int
+    finish_reason: str | None
+    """None while the request goes on; "stop" or "length" with its last token."""
+
+
+class Engine:
+    """Serves requests in one continuous batch, a step at a time.
+
+        engine.add([1, 2, 3], SamplingParams(max_tokens=8))
+        while engine.has_work:
+            for token in engine.step(): ...
+    """
+
+    def __init__(self, runner: ModelRunner, *, vocab_size: int, eos_token_ids: Sequence[int] = ()) -> None:
+        self.runner = runner
+        self.vocab_size = vocab_size
+        self.eos_token_ids = frozenset(eos_token_ids)
+        config = runner.config
+        self.scheduler = Scheduler(
+            BlockPool(runner.num_blocks, config.block_size), max_num_tokens=config.max_num_tokens,
+            max_num_reqs=config.max_num_reqs, on_preempt=self._note_preemption,
+        )
+        self.sampler = Sampler(runner.device)
+        self._requests: dict[str, Request] = {}
+        self._count = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request is unfinished."""
+        return self.scheduler.has_work
+
+    def add(self, prompt_ids: Sequence[int], params: SamplingParams, request_id: str | None = None) -> str:
+        """Queue a prompt; returns its request id. ValueError for a prompt that cannot be served, and only for it."""
+        request_id = request_id if request_id is not None else f"request-{self._count}"
+        if request_id in self._requests:
+            raise ValueError(f"request id {request_id!r} is in use; finish or abort it first")
+        self._check(prompt_ids)
+        request = Request(request_id, tuple(int(t) for t in prompt_ids), params)
+        self.scheduler.add(request)
+        self._requests[request_id] = request
+        self._count += 1
+        return request_id
+
+    def step(self) -> list[NewToken]:
+        """Run one forward pass over what fits; returns the tokens sampled, in batch order."""
+        scheduled = self.scheduler.schedule()
+        if not scheduled:
+            return []
+        logits = self.runner.execute([work for _, work in scheduled])
+        ready = advance(scheduled)
+        if not ready:
+            return []
+        rows = [row for row, _ in ready]
+        requests = [request for _, request in ready]
+        chosen = logits if len(rows) == len(scheduled) else logits[rows]
+        return [self._accept(r, t) for r, t in zip(requests, self.sampler.sample(chosen, requests), strict=True)]
+
+    def abort(self, request_id: str) -> None:
+        """Stop serving a request. KeyError for one that is not being served."""
+        request = self._requests[request_id]
+        self._finish(request, "aborted")
+
+    def _accept(self, request: Request, token_id: int) -> NewToken:
+        request.output_ids.append(token_id)
+        params = request.params
+        stops = token_id in params.stop_token_ids or (token_id in self.eos_token_ids and not params.ignore_eos)
+        is_full = request.num_tokens >= self.runner.config.max_model_len
+        if stops or len(request.output_ids) >= params.max_tokens or is_full:
+            self._finish(request, "stop" if stops else "length")
+        return NewToken(request.request_id, token_id, request.finish_reason)
+
+    def _finish(self, request: Request, reason: str) -> None:
+        request.finish_reason = reason
+        self.scheduler.finish(request)
+        self.sampler.forget(request)
+        del self._requests[request.request_id]
+
+    def _check(self, prompt_ids: Sequence[int]) -> None:
+        longest = self.runner.config.max_model_len - 1
+        if not len(prompt_ids):
+            raise ValueError("a prompt needs at least one token, got none; prepend the model's start token if it has one")
+        if len(prompt_ids) > longest:
+            raise ValueError(
+                f"a prompt of {len(prompt_ids)} tokens is too long: at most {longest} fit with one new token into "
+                f"max_model_len={longest + 1}; shorten it or raise max_model_len"
+            )
+        wrong = [t for t in prompt_ids if not 0 <= t < self.vocab_size]
+        if wrong:
+            raise ValueError(
+                f"token ids must be from 0 to {self.vocab_size - 1}, got {wrong[:5]}; was the prompt encoded with "
+                "another model's tokenizer?"
+            )
+
+    def _note_preemption(self, request: Request) -> None:
+        self.runner.report.reasons.add(
+            Reason(
+                ReasonCode.PREEMPTED, "requests", "gave their cache blocks back and were computed again",
+                "raise num_blocks, or lower max_num_reqs",
+            )
+        )

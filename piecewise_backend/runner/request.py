@@ -1,0 +1,76 @@
+"""One request: its prompt, how it is sampled, and how far it has come."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How tokens are chosen, and when to stop."""
+
+    max_tokens: int = 16
+    """New tokens at most."""
+    temperature: float = 0.0
+    """0 is greedy; else logits are divided by it."""
+    top_k: int = 0
+    """Only the k most likely tokens; 0 for all."""
+    top_p: float = 1.0
+    """Only the smallest set of tokens whose probability reaches p (nucleus, https://arxiv.org/abs/1904.09751)."""
+    seed: int | None = None
+    """The same seed gives the same tokens, whatever else is in the batch."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end the request, besides the model's own end-of-sequence tokens."""
+    ignore_eos: bool = False
+    """Go on past end-of-sequence tokens."""
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 1:
+            raise ValueError(f"max_tokens must be at least 1, got {self.max_tokens}")
+        if self.temperature < 0:
+            raise ValueError(f"temperature must be 0 (greedy) or more, got {self.temperature}")
+        if self.top_k < 0:
+            raise ValueError(f"top_k must be 0 (all) or more, got {self.top_k}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p}")
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A request being served."""
+
+    request_id: str
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
+    output_ids: list[int] = field(default_factory=list)
+    num_computed_tokens: int = 0
+    """Tokens whose keys and values are in the cache."""
+    block_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    """None while running; "stop", "length" or "aborted"."""
+    num_preemptions: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output."""
+        return len(self.prompt_ids) + len(self.output_ids)
+
+    @property
+    def is_decode(self) -> bool:
+        """Past its prefill. After a preemption the output so far is prefilled again too, as one longer prompt."""
+        return bool(self.output_ids) and self.num_computed_tokens == self.num_tokens - 1
+
+    def tokens(self, start: int, stop: int) -> Sequence[int]:
+        """Tokens `start` to `stop` of prompt and output."""
+        prompt = len(self.prompt_ids)
+        if start >= prompt:
+            return self.output_ids[start - prompt : stop - prompt]
+        return [*self.prompt_ids[start:stop], *self.output_ids[: max(0, stop - prompt)]]
+
+    def preempt(self) -> list[int]:
+        """Start over: everything is computed again later. Returns the blocks that are free now."""
+        blocks, self.block_ids = self.block_ids, []
+        self.num_computed_tokens = 0
+        self.num_preemptions += 1
+        return blocks

@@ -1,0 +1,110 @@
+"""Which tokens of which requests run in the next step: continuous batching with chunked prefill."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from piecewise_backend.runner.batch import ScheduledRequest
+from piecewise_backend.runner.block_pool import BlockPool
+from piecewise_backend.runner.request import Request
+
+
+class Scheduler:
+    """First come, first served; running requests before waiting ones.
+
+    A long prompt is computed in chunks that fill what the token budget leaves. When blocks run out, the request that
+    came last gives all of its blocks back and is computed again later (preemption by recompute).
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        *,
+        max_num_tokens: int,
+        max_num_reqs: int,
+        on_preempt: Callable[[Request], None] = lambda request: None,
+    ) -> None:
+        self.pool = pool
+        self.max_num_tokens = max_num_tokens
+        self.max_num_reqs = max_num_reqs
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self._on_preempt = on_preempt
+
+    def add(self, request: Request) -> None:
+        """Queue a request. ValueError for one that could never run, even alone."""
+        needed = self.pool.blocks_for(len(request.prompt_ids) + request.params.max_tokens)
+        if needed > self.pool.num_blocks:
+            raise ValueError(
+                f"request {request.request_id!r} needs up to {needed} cache blocks of {self.pool.block_size} tokens, "
+                f"and there are {self.pool.num_blocks}; shorten the prompt or max_tokens, or raise num_blocks"
+            )
+        self.waiting.append(request)
+
+    def schedule(self) -> list[tuple[Request, ScheduledRequest]]:
+        """The next step's requests, in order; empty when there is nothing to do."""
+        budget = self.max_num_tokens
+        scheduled: list[tuple[Request, ScheduledRequest]] = []
+        preempted = False
+        for request in list(self.running):
+            if request not in self.running or budget == 0:
+                continue
+            while not self._reserve(request, count := min(budget, request.num_tokens - request.num_computed_tokens)):
+                preempted = True
+                if self._preempt_last() is request:
+                    break
+            else:
+                scheduled.append((request, _take(request, count)))
+                budget -= count
+        while self.waiting and budget and not preempted and len(self.running) < self.max_num_reqs:
+            request = self.waiting[0]
+            count = min(budget, request.num_tokens - request.num_computed_tokens)
+            if not self._reserve(request, count):
+                break
+            self.running.append(self.waiting.popleft())
+            scheduled.append((request, _take(request, count)))
+            budget -= count
+        return scheduled
+
+    def finish(self, request: Request) -> None:
+        """Take a request out, running or waiting, and free its blocks."""
+        if request in self.running:
+            self.running.remove(request)
+        elif request in self.waiting:
+            self.waiting.remove(request)
+        self.pool.release(request.block_ids)
+        request.block_ids = []
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def _reserve(self, request: Request, count: int) -> bool:
+        return self.pool.extend(request.block_ids, request.num_computed_tokens + count)
+
+    def _preempt_last(self) -> Request:
+        """The request that came last gives way. Never one already scheduled in this step: those come earlier."""
+        request = self.running.pop()
+        self.pool.release(request.preempt())
+        self.waiting.appendleft(request)
+        self._on_preempt(request)
+        return request
+
+
+def advance(scheduled: Sequence[tuple[Request, ScheduledRequest]]) -> list[tuple[int, Request]]:
+    """Note that a step was computed. Returns (row, request) of those whose next token can be sampled."""
+    ready = []
+    for row, (request, work) in enumerate(scheduled):
+        request.num_computed_tokens += len(work.token_ids)
+        if request.num_computed_tokens == request.num_tokens:
+            ready.append((row, request))
+    return ready
+
+
+def _take(request: Request, count: int) -> ScheduledRequest:
+    start = request.num_computed_tokens
+    return ScheduledRequest(
+        request_id=request.request_id, token_ids=request.tokens(start, start + count), num_computed_tokens=start,
+        block_ids=tuple(request.block_ids), is_decode=request.is_decode,
+    )
