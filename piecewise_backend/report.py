@@ -72,7 +72,7 @@ class Report:
     def __rich__(self) -> Group:
         facts = Table.grid(padding=(0, 2))
         for label, value in self.summary():
-            facts.add_row(Text(label, style="bold"), value)
+            facts.add_row(Text(label, style="bold"), Text(value))
         parts: list[object] = [Text(f"mrv2 report: {self.name}", style="bold cyan"), facts]
         if self.sizes:
             parts.append(self._sizes_table())
@@ -98,7 +98,7 @@ class Report:
         for column in ("times", "code", "what", "way out"):
             table.add_column(column)
         for reason, count in self.reasons:
-            table.add_row(str(count), reason.code.value, f"{reason.subject}: {reason.detail}", reason.hint)
+            table.add_row(str(count), reason.code.value, Text(f"{reason.subject}: {reason.detail}"), Text(reason.hint))
         return table
 
     def __str__(self) -> str:

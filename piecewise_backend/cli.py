@@ -1,0 +1,117 @@
+"""The command `mrv2`."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+
+from rich.console import Console
+
+from piecewise_backend.config import MODES
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit status: 0, or 2 for input it cannot use."""
+    arguments = _parser().parse_args(argv)
+    logging.basicConfig(level=logging.INFO if arguments.verbose else logging.WARNING, format="%(name)s: %(message)s")
+    try:
+        return arguments.run(arguments)
+    except (ValueError, FileNotFoundError, ImportError) as error:
+        print(f"mrv2: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="mrv2", description="CUDA graphs for any PyTorch model.")
+    parser.add_argument("-v", "--verbose", action="store_true", help="show what is compiled and captured as it happens")
+    commands = parser.add_subparsers(required=True, metavar="command")
+
+    generate = commands.add_parser("generate", help="write text with a model, then print the report")
+    generate.add_argument("--model", required=True, help="a local folder, a .gguf file, or smollm2")
+    generate.add_argument("--prompt", required=True, action="append", help="may be given several times")
+    generate.add_argument("--max-tokens", type=int, default=16, help="new tokens per prompt (default %(default)s)")
+    generate.add_argument("--mode", default="FULL_AND_PIECEWISE", help=f"{', '.join(MODES)} (default %(default)s)")
+    generate.add_argument("--recorder", default=None, help="auto, cuda, emulated or none (default: auto)")
+    generate.add_argument("--compiler", default="inductor", help="inductor, aot_eager or eager (default %(default)s)")
+    generate.add_argument("--device", default=None, help="cpu or cuda (default: cuda where there is one)")
+    generate.add_argument("--dtype", default=None, help="float32, float16 or bfloat16 (default: the model's own)")
+    generate.add_argument("--attention-backend", default=None, help="force one (default: the best that works)")
+    generate.add_argument("--capture-sizes", type=_sizes, default=None, help="for example 1,2,4,8")
+    generate.add_argument("--max-num-tokens", type=int, default=None, help="tokens in one step (default: 512, 64 on a CPU)")
+    generate.add_argument("--max-num-reqs", type=int, default=16, help="requests in one step (default %(default)s)")
+    generate.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
+    generate.add_argument("--top-k", type=int, default=0)
+    generate.add_argument("--top-p", type=float, default=1.0)
+    generate.add_argument("--seed", type=int, default=None)
+    generate.set_defaults(run=_generate)
+
+    doctor = commands.add_parser("doctor", help="say what this machine can do, and why not more")
+    doctor.set_defaults(run=_doctor)
+    return parser
+
+
+def _sizes(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected sizes such as 1,2,4,8, got {text!r}") from None
+
+
+def _generate(arguments: argparse.Namespace) -> int:
+    import torch
+    import transformers
+
+    from piecewise_backend.runner import LLM, SamplingParams
+
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    params = SamplingParams(
+        max_tokens=arguments.max_tokens, temperature=arguments.temperature, top_k=arguments.top_k,
+        top_p=arguments.top_p, seed=arguments.seed,
+    )
+    options = {"compiler": arguments.compiler, "capture_sizes": arguments.capture_sizes}
+    if arguments.recorder is not None:
+        options["recorder"] = arguments.recorder
+    device = torch.device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    llm = LLM(
+        arguments.model, mode=arguments.mode, options=options, device=device, dtype=_dtype(arguments.dtype, torch),
+        max_num_tokens=arguments.max_num_tokens or (64 if device.type == "cpu" else 512),
+        max_num_reqs=arguments.max_num_reqs, attention_backend=arguments.attention_backend,
+    )
+    _stream(llm, arguments.prompt, params)
+    Console(stderr=False).print(llm.report)
+    return 0
+
+
+def _stream(llm: object, prompts: list[str], params: object) -> None:
+    """One prompt is streamed as it comes; several run in one batch and are printed when all are done."""
+    if len(prompts) == 1:
+        print(prompts[0], end="", flush=True)
+        for chunk in llm.stream(prompts[0], params):  # type: ignore[attr-defined]
+            print(chunk.text, end="", flush=True)
+        print("\n")
+        return
+    for prompt, completion in zip(prompts, llm.generate(prompts, params), strict=True):  # type: ignore[attr-defined]
+        text = completion.text if completion.error is None else f"\n  refused: {completion.error}"
+        print(f"{prompt}{text}\n")
+
+
+def _dtype(name: str | None, torch: object) -> object:
+    if name is None:
+        return None
+    if name not in ("float32", "float16", "bfloat16"):
+        raise ValueError(f"unknown dtype {name!r}; allowed: float32, float16, bfloat16")
+    return getattr(torch, name)
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from piecewise_backend.doctor import table
+
+    Console().print(table())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
