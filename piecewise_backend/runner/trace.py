@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -67,7 +68,9 @@ def trace(model: nn.Module, buffers: Sequence[torch.Tensor], num_tokens: int, op
     try:
         with torch.no_grad():
             compiled(*views)
-    except torch._dynamo.exc.Unsupported as error:
+    except torch._dynamo.exc.BackendCompilerFailed as error:
+        raise error.inner_exception from None  # ours, and clear by itself
+    except (torch._dynamo.exc.Unsupported, torch._dynamo.exc.UserError) as error:
         raise RuntimeError(_graph_break_message(error)) from error
     assert len(caught) == 1, f"one trace must serve every size, got {len(caught)}"
     (program, report), (args,) = caught[0], calls
@@ -82,12 +85,24 @@ def trace(model: nn.Module, buffers: Sequence[torch.Tensor], num_tokens: int, op
     return BoundProgram(program, report, dim, bound, varying)
 
 
-def _graph_break_message(error: torch._dynamo.exc.Unsupported) -> str:
-    stack = getattr(error, "real_stack", None)
-    where = f"{stack[-1].filename}:{stack[-1].lineno}: {stack[-1].line}" if stack else "an unknown line"
+def _graph_break_message(error: Exception) -> str:
     what = str(error).strip().splitlines()[0]
     return (
-        f"the model cannot be traced as one graph: {what} at {where}. A model for the runner must not leave the graph: "
-        "move this line out of forward, or make it an operator with torch.library.custom_op and register it with "
-        "register_breakpoint"
+        f"the model cannot be traced as one graph: {what} At {_user_line(error)}. A model for the runner must stay in "
+        "one graph: move this line out of forward, or make it an operator with torch.library.custom_op and register "
+        "that with register_breakpoint"
     )
+
+
+def _user_line(error: Exception) -> str:
+    """"file:line: code" of the innermost line of the user's that Dynamo was at."""
+    stack = getattr(error, "real_stack", None)
+    if stack:
+        return f"{stack[-1].filename}:{stack[-1].lineno}: {stack[-1].line}"
+    lines = str(error).partition("from user code:")[2].splitlines()
+    frames = [(place, code) for place, code in itertools.pairwise(lines) if place.strip().startswith("File ")]
+    if not frames:
+        return "an unknown line"
+    place, code = frames[-1]
+    name, number = place.strip().removeprefix("File ").split(", ")[:2]
+    return f"{name.strip(chr(34))}:{number.removeprefix('line ')}: {code.strip()}"

@@ -1,0 +1,117 @@
+"""Continuous batching, against each prompt decoded alone."""
+
+import random
+
+import pytest
+
+from piecewise_backend.reasons import ReasonCode
+from piecewise_backend.runner import Engine, LLM, SamplingParams
+from tests.tiny import VOCAB, TinyDecoder, make_runner, oracle_greedy
+
+PROMPTS = [[5], [1, 2, 3], list(range(40)), [7] * 20, list(range(90, 60, -1)), [3, 1, 4, 1, 5, 9, 2, 6], [11, 12]]
+
+
+def make_engine(mode: str = "FULL_AND_PIECEWISE", **settings: object) -> tuple[Engine, TinyDecoder]:
+    model = TinyDecoder()
+    return Engine(make_runner(mode, model=model, **settings), vocab_size=VOCAB), model
+
+
+def run(engine: Engine) -> dict[str, list[int]]:
+    tokens: dict[str, list[int]] = {}
+    while engine.has_work:
+        for token in engine.step():
+            tokens.setdefault(token.request_id, []).append(token.token_id)
+    return tokens
+
+
+@pytest.mark.parametrize("mode", ["NONE", "PIECEWISE", "FULL", "FULL_AND_PIECEWISE"])
+def test_prompts_in_one_batch_get_the_tokens_they_get_alone(mode: str) -> None:
+    engine, model = make_engine(mode)
+    ids = [engine.add(p, SamplingParams(max_tokens=12)) for p in PROMPTS]
+    tokens = run(engine)
+    assert [tokens[i] for i in ids] == [oracle_greedy(model, p, 12) for p in PROMPTS]
+
+
+@pytest.mark.parametrize("mode", ["PIECEWISE", "FULL_AND_PIECEWISE"])
+def test_preemption_changes_no_token(mode: str) -> None:
+    engine, model = make_engine(mode, num_blocks=4)
+    ids = [engine.add(p, SamplingParams(max_tokens=12)) for p in PROMPTS]
+    tokens = run(engine)
+    assert ReasonCode.PREEMPTED in engine.runner.report.reasons.codes()
+    assert [tokens[i] for i in ids] == [oracle_greedy(model, p, 12) for p in PROMPTS]
+
+
+def test_requests_that_come_and_go_at_random_get_the_tokens_they_get_alone() -> None:
+    engine, model = make_engine("FULL_AND_PIECEWISE", num_blocks=8)
+    rng = random.Random(3)
+    prompts, tokens = {}, {}
+    for step in range(80):
+        if rng.random() < 0.3:
+            prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 50))]
+            prompts[engine.add(prompt, SamplingParams(max_tokens=rng.randint(1, 10)), f"r{step}")] = prompt
+        for token in engine.step():
+            tokens.setdefault(token.request_id, []).append(token.token_id)
+    for name, rest in run(engine).items():
+        tokens[name] = tokens.get(name, []) + rest
+    assert prompts.keys() == tokens.keys()
+    for name, prompt in prompts.items():
+        assert tokens[name] == oracle_greedy(model, prompt, len(tokens[name]))
+
+
+def test_a_bad_prompt_is_refused_and_the_others_are_served() -> None:
+    model = TinyDecoder()
+    llm = LLM(
+        model, vocab_size=VOCAB, device="cpu", options={"recorder": "emulated", "compiler": "eager", "cache": False},
+        max_num_tokens=16, max_num_reqs=4, max_model_len=64, num_blocks=4, block_size=16,
+    )
+    results = llm.generate([[1, 2], [], [VOCAB], [1] * 64, [3]], SamplingParams(max_tokens=4))
+    assert [r.finish_reason for r in results] == ["length", "refused", "refused", "refused", "length"]
+    assert results[0].token_ids == oracle_greedy(model, [1, 2], 4)
+    assert results[4].token_ids == oracle_greedy(model, [3], 4)
+    assert "at least one token" in results[1].error
+    assert "from 0 to 96" in results[2].error
+    assert "too long" in results[3].error
+    with pytest.raises(ValueError, match="at least one token"):
+        _ = results[1].text
+    assert ReasonCode.REQUEST_REFUSED in llm.report.reasons.codes()
+
+
+def test_more_blocks_than_exist_is_an_error_that_says_how_many() -> None:
+    engine, _ = make_engine(num_blocks=2)
+    with pytest.raises(ValueError, match="needs up to 4 cache blocks of 16 tokens, and there are 2"):
+        engine.add([1] * 40, SamplingParams(max_tokens=10))
+    assert not engine.has_work
+
+
+def test_streams_that_overlap_do_not_take_each_others_tokens() -> None:
+    model = TinyDecoder()
+    llm = LLM(
+        model, vocab_size=VOCAB, device="cpu", options={"recorder": "emulated", "compiler": "eager", "cache": False},
+        max_num_tokens=16, max_num_reqs=4, max_model_len=64,
+    )
+    one, other = (llm.stream([p], SamplingParams(max_tokens=6)) for p in ([1, 2], [9]))
+    mixed = [(next(one).token_id, next(other).token_id) for _ in range(6)]
+    assert [a for a, _ in mixed] == oracle_greedy(model, [1, 2], 6)
+    assert [b for _, b in mixed] == oracle_greedy(model, [9], 6)
+
+
+def test_leaving_a_stream_early_frees_its_blocks() -> None:
+    llm = LLM(
+        TinyDecoder(), vocab_size=VOCAB, device="cpu", options={"recorder": "none", "compiler": "eager", "cache": False},
+        max_num_tokens=16, max_num_reqs=4, max_model_len=64,
+    )
+    stream = llm.stream([[1, 2, 3]], SamplingParams(max_tokens=20))
+    next(stream)
+    stream.close()
+    pool = llm.engine.scheduler.pool
+    assert pool.num_free == pool.num_blocks
+    assert not llm.engine.has_work
+
+
+def test_a_request_stops_at_its_stop_token_and_at_the_models_length() -> None:
+    engine, model = make_engine(max_model_len=48)
+    expected = oracle_greedy(model, [1, 2, 3], 8)
+    name = engine.add([1, 2, 3], SamplingParams(max_tokens=8, stop_token_ids=(expected[3],)))
+    assert run(engine)[name] == expected[: expected.index(expected[3]) + 1]
+    name = engine.add([1] * 44, SamplingParams(max_tokens=20))
+    assert len(run(engine)[name]) == 4
