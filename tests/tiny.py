@@ -50,10 +50,11 @@ class TinyDecoder(nn.Module):
 @torch.no_grad()
 def oracle_logits(model: TinyDecoder, token_ids: list[int]) -> torch.Tensor:
     """Logits [len(token_ids), VOCAB] of one sequence: dense causal attention, no cache, no batch."""
-    ids = torch.tensor(token_ids)
+    device = model.head.weight.device
+    ids = torch.tensor(token_ids, device=device)
     count = len(token_ids)
-    x = model.embed(ids) + model.positions(torch.arange(count))
-    mask = torch.ones(count, count, dtype=torch.bool).tril()
+    x = model.embed(ids) + model.positions(torch.arange(count, device=device))
+    mask = torch.ones(count, count, dtype=torch.bool, device=device).tril()
     for layer in model.layers:
         q, k, v = linear(rms_norm(x, (HIDDEN,)), layer.qkv.weight).split([64, 32, 32], dim=-1)
         q = q.view(count, HEADS, HEAD_SIZE).transpose(0, 1)
@@ -72,15 +73,16 @@ def oracle_greedy(model: TinyDecoder, prompt: list[int], count: int) -> list[int
     return tokens[len(prompt) :]
 
 
-def make_runner(mode: str = "FULL_AND_PIECEWISE", *, model: nn.Module | None = None, **settings: object) -> ModelRunner:
+def make_runner(
+    mode: str = "FULL_AND_PIECEWISE", *, model: nn.Module | None = None, device: str = "cpu", **settings: object
+) -> ModelRunner:
     """A started runner of a tiny decoder, emulated recorder, pieces as traced; settings of both kinds by name."""
     limits = {"max_num_tokens": 32, "max_num_reqs": 6, "max_model_len": 128, "block_size": 16}
     options: dict[str, object] = {"mode": mode, "recorder": "emulated", "compiler": "eager", "cache": False}
     for name, value in settings.items():
         (limits if name in RunnerConfig.__dataclass_fields__ else options)[name] = value
-    runner = ModelRunner(
-        model or TinyDecoder(), RunnerConfig(**limits), parse_options(options), torch.device("cpu")
-    )
+    module = (model or TinyDecoder()).to(device)
+    runner = ModelRunner(module, RunnerConfig(**limits), parse_options(options), torch.device(device))
     runner.start()
     return runner
 
