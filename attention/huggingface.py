@@ -83,6 +83,7 @@ class PagedCausalLM(nn.Module):
         self._head = [_head_alone(model)]  # in a list: its weights are the model's, not registered a second time
         self.lm_head = model.get_output_embeddings()
         self.config = model.config
+        self.eos_token_ids = _eos_token_ids(model)
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         output = self.backbone(input_ids=input_ids[None], position_ids=positions[None], use_cache=False)
@@ -162,6 +163,12 @@ def _describe(
         sliding_window=kwargs.get("sliding_window"), soft_cap=kwargs.get("softcap"),
     )
     return module, layer
+
+
+def _eos_token_ids(model: nn.Module) -> tuple[int, ...]:
+    found = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    found = model.config.eos_token_id if found is None else found
+    return tuple(found) if isinstance(found, list | tuple) else (found,) if found is not None else ()
 
 
 class _ReturnHidden(nn.Module):
