@@ -48,6 +48,20 @@ def visible_tiles(first, end, seq_len, BLOCK_Q: tl.constexpr, BLOCK_N: tl.conste
     return first_key, key_end, first_key // BLOCK_N, tl.cdiv(key_end, BLOCK_N)
 
 
+@triton.jit
+def load_blocks(table_row, tile, first_key, key_end, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Physical blocks of a key tile: one for all of it where it lies within a block, else one a key.
+
+    Only entries with a key in [first_key, key_end) are read, the others are 0.
+    """
+    keys = tile * BLOCK_N
+    readable = keys < key_end
+    if BLOCK_N > BLOCK_SIZE:
+        keys += tl.arange(0, BLOCK_N)
+        readable = (keys >= first_key) & (keys < key_end)
+    return tl.load(table_row + keys // BLOCK_SIZE, mask=readable, other=0)
+
+
 @triton.jit(do_not_specialize=["num_reqs", "num_splits"])
 def attention_kernel(
     query,
@@ -134,6 +148,7 @@ def attention_kernel(
     # run, and so one filling of the load pipeline, is better.
     FIRST_RUN: tl.constexpr = 2 if BLOCK_M < 64 else (0 if WINDOW > 0 else 1)
     offsets = tl.arange(0, BLOCK_N)
+    blocks = load_blocks(table_row, first_tile, first_key, key_end, BLOCK_SIZE, BLOCK_N)
     start = first_tile
     for run in tl.static_range(FIRST_RUN, 3):
         stop = last_tile
@@ -145,14 +160,9 @@ def attention_kernel(
             keys = tile * BLOCK_N + offsets
             # Only [first_key, key_end) is ever read: beyond it the cache may hold NaN and the table anything.
             readable = (keys >= first_key) & (keys < key_end)
-            if BLOCK_N <= BLOCK_SIZE:
-                # The tile lies within one block, which holds at least one readable key.
-                blocks = tl.load(table_row + tile * BLOCK_N // BLOCK_SIZE).to(tl.int64)
-            elif run == 1:
-                blocks = tl.load(table_row + keys // BLOCK_SIZE).to(tl.int64)
-            else:
-                blocks = tl.load(table_row + keys // BLOCK_SIZE, mask=readable, other=0).to(tl.int64)
-            rows = blocks * stride_cache_block + (keys % BLOCK_SIZE) * stride_cache_slot
+            rows = blocks.to(tl.int64) * stride_cache_block + (keys % BLOCK_SIZE) * stride_cache_slot
+            # Loaded a tile ahead: the compiler would spend stages of its pipeline on a load that others wait for.
+            blocks = load_blocks(table_row, tile + 1, first_key, key_end, BLOCK_SIZE, BLOCK_N)
             k_pointers = kv_head_cache + rows[:, None] + dims[None, :]
             v_pointers = k_pointers + stride_cache_kv
             if run != 1:

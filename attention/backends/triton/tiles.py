@@ -20,8 +20,8 @@ class Tile:
     """Programs that are worth having per multiprocessor before KV is no longer split."""
 
     def shared_memory(self, head_size_padded: int, itemsize: int) -> int:
-        """Bytes for the query tile and the key and value tiles in flight; an estimate, a little low."""
-        return (self.block_m + 2 * self.num_stages * self.block_n) * head_size_padded * itemsize
+        """Bytes for the query tile, the key and value tiles in flight, and a little that the compiler adds."""
+        return (self.block_m + 2 * self.num_stages * self.block_n) * head_size_padded * itemsize + 2048
 
 
 # (head size at most, rows at most) -> tile; the first that fits. For Hopper: 16 rows are a decode step,
@@ -36,7 +36,7 @@ _HALF: dict[tuple[int, int], Tile] = {
     (128, _ROWS_ANY): Tile(block_m=128, block_n=64, num_warps=8, num_stages=3, programs_per_sm=1),
     (256, 16): Tile(block_m=16, block_n=32, num_warps=4, num_stages=4, programs_per_sm=2),
     (256, 64): Tile(block_m=64, block_n=32, num_warps=4, num_stages=3, programs_per_sm=1),
-    (256, _ROWS_ANY): Tile(block_m=128, block_n=64, num_warps=8, num_stages=2, programs_per_sm=1),
+    (256, _ROWS_ANY): Tile(block_m=128, block_n=32, num_warps=8, num_stages=3, programs_per_sm=1),
 }
 # No tensor cores in exact fp32: small tiles keep the operands in registers.
 _SINGLE: dict[tuple[int, int], Tile] = {
