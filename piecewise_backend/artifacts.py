@@ -6,11 +6,12 @@ compile the same piece at once cannot mix their halves.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -51,10 +52,14 @@ class ArtifactFolder:
             raise ArtifactUnreadable(f"its description cannot be read: {error}") from error
         try:
             entry = Entry(**json.loads(text))
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, RecursionError) as error:
             raise ArtifactUnreadable(f"its description is not one of ours: {error}") from error
+        if not all(isinstance(text, str) for text in (entry.key, entry.digest, entry.guards)):
+            raise ArtifactUnreadable("its description is not one of ours: a text is missing")
         if entry.format != FORMAT or entry.key != key:
             raise ArtifactUnreadable(f"it is of format {entry.format} for key {entry.key[:12]}, expected {FORMAT}")
+        if not entry.digest.isalnum():  # it becomes part of a path
+            raise ArtifactUnreadable("its description names no digest")
         path = self._artifact_path(key, entry.digest)
         try:
             digest = _digest(path)
@@ -67,23 +72,27 @@ class ArtifactFolder:
     def store(self, key: str, guards: str, save: Callable[[str], None]) -> Path:
         """Write an entry; `save(path)` writes the artifact itself."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        temporary = self._temporary()
-        save(str(temporary))
-        digest = _digest(temporary)
-        path = self._artifact_path(key, digest)
-        os.replace(temporary, path)
-        description = self._temporary()
-        description.write_text(json.dumps(asdict(Entry(key, digest, guards)), indent=1))
-        os.replace(description, self.folder / f"{key}.json")
+        with self._temporary() as temporary:
+            save(str(temporary))
+            digest = _digest(temporary)
+            path = self._artifact_path(key, digest)
+            os.replace(temporary, path)
+        with self._temporary() as temporary:
+            temporary.write_text(json.dumps(asdict(Entry(key, digest, guards)), indent=1))
+            os.replace(temporary, self.folder / f"{key}.json")
         return path
 
     def _artifact_path(self, key: str, digest: str) -> Path:
         return self.folder / f"{key}.{digest[:16]}.artifact"
 
-    def _temporary(self) -> Path:
+    @contextlib.contextmanager
+    def _temporary(self) -> Iterator[Path]:
         handle, name = tempfile.mkstemp(dir=self.folder, prefix=".writing-")
         os.close(handle)
-        return Path(name)
+        try:
+            yield Path(name)
+        finally:
+            Path(name).unlink(missing_ok=True)
 
 
 def _digest(path: Path) -> str:

@@ -12,14 +12,16 @@ import torch
 from torch import fx
 
 from piecewise_backend.breakpoints import find_breakpoints
-from piecewise_backend.compile import PieceCompiler
+from piecewise_backend.compile import PieceCompiler, forget_compiled_pieces
 from piecewise_backend.config import Options, parse_options
 from piecewise_backend.cudagraph.cuda import CudaGraphRecorder
 from piecewise_backend.cudagraph.emulated import EmulatedRecorder
 from piecewise_backend.cudagraph.modes import CUDAGraphMode
 from piecewise_backend.cudagraph.recorder import GraphRecorder
 from piecewise_backend.cudagraph.sizes import clean_capture_sizes, default_capture_sizes
+from piecewise_backend.dynamic import check_marked_dims, specialize_floats
 from piecewise_backend.facts import find_facts
+from piecewise_backend.inline import inline_subgraphs
 from piecewise_backend.plain import PlainCaller
 from piecewise_backend.program import Program, build_program, needs_grad
 from piecewise_backend.reasons import Reason, ReasonCode, Reasons
@@ -29,6 +31,7 @@ from piecewise_backend.split import split
 logger = logging.getLogger(__name__)
 
 _callers: list[weakref.ref[Any]] = []
+"""The compiled functions that are alive, oldest first."""
 
 
 def mrv2(
@@ -57,15 +60,17 @@ def mrv2(
 
 def compile_graph(gm: fx.GraphModule, options: Options) -> tuple[Program, Report]:
     """Split, inspect and compile a Dynamo graph: everything but capturing."""
-    if (names := needs_grad(gm)) and torch.is_grad_enabled():
+    if names := needs_grad(gm):
         raise RuntimeError(
-            f"mrv2 compiles for inference only, and output {names[0]!r} of this graph needs grad. Call the model under "
-            "torch.no_grad() or torch.inference_mode(), or set model.requires_grad_(False)"
+            f"mrv2 compiles for inference only, and output {names[0]!r} of this graph needs grad. {_way_out_of_grad()}"
         )
     started = time.perf_counter()
     reasons = Reasons(on_fallback=options.on_fallback)
-    facts = find_facts(gm)
+    check_marked_dims(gm)
+    specialize_floats(gm)
+    gm = inline_subgraphs(gm)
     graph = split(gm, find_breakpoints(options.splitting_ops))
+    facts = find_facts(gm, graph)
     compiler = PieceCompiler(
         compiler=options.compiler,
         compiler_options=options.compiler_options,
@@ -77,7 +82,9 @@ def compile_graph(gm: fx.GraphModule, options: Options) -> tuple[Program, Report
         if step.forbidden is not None:
             reasons.add(
                 Reason(
-                    ReasonCode.PIECE_NOT_CAPTURABLE, step.name, str(step.forbidden),
+                    ReasonCode.PIECE_NOT_CAPTURABLE,
+                    step.name,
+                    str(step.forbidden),
                     "keep it out of the model, or register the operator as a breakpoint",
                 )
             )
@@ -96,6 +103,12 @@ def compile_graph(gm: fx.GraphModule, options: Options) -> tuple[Program, Report
     return program, report
 
 
+def _way_out_of_grad() -> str:
+    if torch.is_grad_enabled():
+        return "Call the model under torch.no_grad() or torch.inference_mode(), or set model.requires_grad_(False)"
+    return "The model itself switches grad on: take torch.enable_grad() out of it, or set model.requires_grad_(False)"
+
+
 def choose_recorder(options: Options, device: torch.device, report: Report) -> GraphRecorder | None:
     """What records for `device`; None, with a reason in the report, where nothing does."""
     if CUDAGraphMode.parse(options.mode) is CUDAGraphMode.NONE or options.recorder == "none":
@@ -110,7 +123,9 @@ def choose_recorder(options: Options, device: torch.device, report: Report) -> G
     if recorder is None:
         report.reasons.add(
             Reason(
-                ReasonCode.NO_RECORDER, f"mode {options.mode}", f"no CUDA graphs on {device}: resolved to NONE",
+                ReasonCode.NO_RECORDER,
+                f"mode {options.mode}",
+                f"no CUDA graphs on {device}: resolved to NONE",
                 "options={'recorder': 'emulated'} checks capture logic on any device",
             )
         )
@@ -136,9 +151,15 @@ def reports() -> list[Report]:
 
 
 def reset() -> None:
-    """Forget every compiled graph: as `torch.compiler.reset()`, and the reports too."""
+    """Forget every compiled graph: as `torch.compiler.reset()`, the reports and the compiled pieces too."""
     torch.compiler.reset()
-    _callers.clear()
+    forget_compiled_pieces()
+    _callers[:] = []
+
+
+def _forget(ref: weakref.ref[Any]) -> None:
+    if ref in _callers:
+        _callers.remove(ref)
 
 
 def _without_graphs(program: Program, report: Report) -> Callable[..., Any]:
@@ -153,12 +174,15 @@ def _as_function(call: Callable[..., Any], program: Program, report: Report) -> 
     """A plain function: debuggers of compiled code read its `__code__`."""
 
     def mrv2_compiled(*args: Any) -> Any:
+        if torch.is_grad_enabled():  # nothing here needs it, and an eager operator would keep what its backward needs
+            with torch.no_grad():
+                return call(*args)
         return call(*args)
 
     mrv2_compiled.program = program  # type: ignore[attr-defined]
     mrv2_compiled.report = report  # type: ignore[attr-defined]
     mrv2_compiled.caller = call  # type: ignore[attr-defined]
-    _callers.append(weakref.ref(mrv2_compiled))
+    _callers.append(weakref.ref(mrv2_compiled, _forget))
     return mrv2_compiled
 
 

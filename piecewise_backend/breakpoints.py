@@ -62,7 +62,7 @@ def target_names(target: Any) -> tuple[str, ...]:
         return (f"aten::{target}",)
     if callable(target):
         module = getattr(target, "__module__", None) or ""
-        name = getattr(target, "__qualname__", None) or getattr(target, "__name__", type(target).__name__)
+        name = str(getattr(target, "__qualname__", None) or getattr(target, "__name__", type(target).__name__))
         plain = name.rpartition(".")[2]
         if isinstance(target, _BUILTIN_TYPES) and f"aten::{plain}" in _aten_names():
             return (f"aten::{plain}",)  # torch.mm, torch.nn.functional.linear, ...: an operator under a Python name

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import fx
 
 from piecewise_backend.artifacts import ArtifactFolder, ArtifactUnreadable
+from piecewise_backend.environment import environment_text
+from piecewise_backend.names import unknown_name
 from piecewise_backend.reasons import Reason, ReasonCode, Reasons
-from piecewise_backend.structure import structure_text
+from piecewise_backend.structure import known_of_sizes, sizes_of
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +35,10 @@ class CompiledPiece:
     source: str
     """"inductor", "disk", "aot_eager" or "eager"."""
     seconds: float
+    guards: str = ""
+    """Python expression over the piece's symbolic sizes that must hold for this code; empty for none."""
+    fallback: Reason | None = None
+    """Why it is not what was asked for."""
 
     @property
     def opaque(self) -> bool:
@@ -57,60 +65,73 @@ class PieceCompiler:
         self.artifacts = ArtifactFolder(cache_dir / "pieces") if cache_dir is not None else None
         self.inductor_dir = cache_dir / "inductor" if cache_dir is not None else None
         self.reasons = reasons
+        self._environment: str | None = None
+        self._done: dict[str, CompiledPiece] = {}
 
-    def keys(self, modules: list[fx.GraphModule]) -> list[str]:
-        """Keys of all pieces, computed before any is compiled: compiling may add guards to shared shape symbols."""
-        environment = environment_text(self.compiler, self.compiler_options)
-        return [hashlib.sha256(f"{environment}\n{structure_text(m)}".encode()).hexdigest() for m in modules]
+    def key(self, structure: str) -> str:
+        """What an artifact of a piece of this structure is kept under. ValueError for an unknown compiler option."""
+        if self._environment is None:
+            check_compiler_options(self.compiler_options)
+            self._environment = environment_text(self.compiler, self.compiler_options)
+        return hashlib.sha256(f"{self._environment}\n{structure}".encode()).hexdigest()
 
     def compile(self, module: fx.GraphModule, key: str) -> CompiledPiece:
         """The callable for `module`; `module` is not changed."""
-        if key in _in_process:
-            return _in_process[key]
-        started = time.perf_counter()
-        with torch.no_grad():
-            run, source = self._compile(module, key)
-        piece = CompiledPiece(run, key, source, time.perf_counter() - started)
-        logger.info("piece %s: %s in %.2f s", key[:12], source, piece.seconds)
-        _in_process[key] = piece
+        sizes = sizes_of(module)
+        piece = self._done.get(key) or _in_process.get(key)
+        if piece is None or not _guards_hold(piece.guards, sizes):
+            started = time.perf_counter()
+            with torch.no_grad():
+                piece = self._compile(module, key, sizes)
+            piece = dataclasses.replace(piece, seconds=time.perf_counter() - started)
+            logger.info("piece %s: %s in %.2f s", key[:12], piece.source, piece.seconds)
+            _in_process[key] = piece
+        if piece.fallback is not None and key not in self._done:
+            self.reasons.add(piece.fallback)
+        self._done[key] = piece
         return piece
 
-    def _compile(self, module: fx.GraphModule, key: str) -> tuple[Callable[..., Any], str]:
+    def _compile(self, module: fx.GraphModule, key: str, sizes: list[torch.SymInt]) -> CompiledPiece:
         if self.compiler == "eager":
-            return module.forward, "eager"
-        examples = [n.meta.get("example_value") for n in module.graph.nodes if n.op == "placeholder"]
+            return CompiledPiece(module.forward, key, "eager", 0.0)
         if self.compiler == "aot_eager":
-            return _aot_eager(module, examples), "aot_eager"
+            known = known_of_sizes(sizes)
+            run = torch._dynamo.lookup_backend("aot_eager")(module, _examples(module))
+            return CompiledPiece(run, key, "aot_eager", 0.0, _new_guards(known, sizes))
         with _inductor_cache(self.inductor_dir):
-            loaded = self._load(key, examples)
-            if loaded is not None:
-                return loaded, "disk"
-            try:
-                return self._inductor(module, key, examples), "inductor"
-            except Exception as error:
-                if not _compiler_is_missing(error):
-                    raise
-                self.reasons.add(
-                    Reason(
-                        ReasonCode.COMPILER_UNAVAILABLE, "compiler", f"Inductor cannot build code here: {error}",
-                        "install a C++ compiler, or ask for options={'compiler': 'eager'}",
-                    )
-                )
-                return module.forward, "eager"
+            return self._load(key, sizes) or self._inductor(module, key, sizes)
 
-    def _inductor(self, module: fx.GraphModule, key: str, examples: list[Any]) -> Callable[..., Any]:
-        artifact = torch._inductor.standalone_compile(
-            module, examples, dynamic_shapes=_shapes_from(module), options={"config_patches": self.compiler_options}
-        )
+    def _inductor(self, module: fx.GraphModule, key: str, sizes: list[torch.SymInt]) -> CompiledPiece:
+        known = known_of_sizes(sizes)
+        try:
+            artifact = torch._inductor.standalone_compile(
+                module,
+                _examples(module),
+                dynamic_shapes=_shapes_from(module),
+                options={"config_patches": self.compiler_options},
+            )
+        except Exception as error:
+            if not _compiler_is_missing(error):
+                raise
+            return CompiledPiece(module.forward, key, "eager", 0.0, fallback=_no_compiler(error))
+        guards = _new_guards(known, sizes)
         if self.artifacts is not None:
             try:
-                guards = _guards_expression(examples)
                 self.artifacts.store(key, guards, lambda path: artifact.save(path=path, format="binary"))
             except Exception as error:
-                self.reasons.add(Reason(ReasonCode.ARTIFACT_NOT_SAVED, f"piece {key[:12]}", f"{error}"))
-        return artifact
+                detail = f"{type(error).__name__}: {error}"
+                hint = f"make {self.artifacts.folder} writable, or set options={{'cache': False}}"
+                self.reasons.add(
+                    Reason(
+                        ReasonCode.ARTIFACT_NOT_SAVED,
+                        f"piece {key[:12]}",
+                        detail,
+                        hint if isinstance(error, OSError) else "",
+                    )
+                )
+        return CompiledPiece(artifact, key, "inductor", 0.0, guards)
 
-    def _load(self, key: str, examples: list[Any]) -> Callable[..., Any] | None:
+    def _load(self, key: str, sizes: list[torch.SymInt]) -> CompiledPiece | None:
         if self.artifacts is None:
             return None
         try:
@@ -118,92 +139,102 @@ class PieceCompiler:
             if found is None:
                 return None
             entry, path = found
-            if entry.guards and not _guards_hold(entry.guards, examples):
-                return None
             try:
-                return torch._inductor.CompiledArtifact.load(path=str(path), format="binary")
+                if not _guards_hold(entry.guards, sizes):
+                    return None
+                run = torch._inductor.CompiledArtifact.load(path=str(path), format="binary")
             except Exception as error:
                 raise ArtifactUnreadable(f"torch cannot load it: {type(error).__name__}: {error}") from error
+            return CompiledPiece(run, key, "disk", 0.0, entry.guards)
         except ArtifactUnreadable as error:
             self.reasons.add(
                 Reason(
-                    ReasonCode.ARTIFACT_UNREADABLE, f"artifact {key[:12]}", f"{error}; compiled again",
-                    f"nothing to do; the entry in {self.artifacts.folder} was replaced",
+                    ReasonCode.ARTIFACT_UNREADABLE,
+                    f"artifact {key[:12]}",
+                    f"{error}; compiled again",
+                    f"nothing to do, if it does not come again; {self.artifacts.folder} may be deleted at any time",
                 )
             )
             return None
 
 
-def environment_text(compiler: str, compiler_options: Mapping[str, Any]) -> str:
-    """What besides a piece's structure decides its code: torch, compiler, device, settings. One fact a line."""
-    from torch._inductor.codecache import torch_key
+def check_compiler_options(options: Mapping[str, Any]) -> None:
+    """ValueError for an option that Inductor does not have, or that would record graphs of its own."""
+    if not options:
+        return
+    import torch._inductor.config as inductor_config
 
-    lines = [f"torch {torch_key().hex()}", f"compiler {compiler} {sorted(compiler_options.items())}"]
-    if compiler == "inductor":
-        lines.append(f"inductor {_portable(torch._inductor.config.save_config_portable())}")
-        lines.append(f"functorch {_portable(torch._functorch.config.save_config_portable())}")
-    lines.append(f"cpu {torch.backends.cpu.get_cpu_capability()} {torch.get_num_threads()} threads")
-    if torch.cuda.is_available():
-        lines.append(f"gpu {torch.cuda.get_device_name()} {torch.cuda.get_device_capability()} {torch.version.cuda}")
-    lines.append(
-        f"precision {torch.get_float32_matmul_precision()} {torch.get_default_dtype()} "
-        f"{torch.are_deterministic_algorithms_enabled()}"
-    )
-    for device in ("cpu", "cuda"):
-        lines.append(f"autocast {device} {torch.is_autocast_enabled(device)} {torch.get_autocast_dtype(device)}")
-    return "\n".join(lines)
+    known = inductor_config.get_config_copy()
+    for name, value in options.items():
+        if name not in known:
+            raise unknown_name("compiler option", name, known)
+        if name == "triton.cudagraphs" and value:
+            raise ValueError(
+                "compiler option 'triton.cudagraphs' would record graphs inside the pieces that are recorded here; "
+                "leave it out: options={'mode': 'FULL_AND_PIECEWISE'} records the whole model"
+            )
 
 
-def _portable(config: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Settings that are values; callables and objects print an address that changes from process to process."""
-    plain = (str, int, float, bool, type(None), tuple, list, dict, set)
-    return sorted((k, repr(v)) for k, v in config.items() if isinstance(v, plain) and " at 0x" not in repr(v))
+def _examples(module: fx.GraphModule) -> list[Any]:
+    return [n.meta.get("example_value") for n in module.graph.nodes if n.op == "placeholder"]
 
 
-def _aot_eager(module: fx.GraphModule, examples: list[Any]) -> Callable[..., Any]:
-    from torch._dynamo.backends.common import aot_autograd
-    from torch._functorch.compilers import nop
-    from torch._functorch.aot_autograd import make_boxed_compiler
-
-    return aot_autograd(fw_compiler=make_boxed_compiler(nop))(module, examples)
-
-
-def _shapes_from(module: fx.GraphModule) -> str:
+def _shapes_from(module: fx.GraphModule) -> Literal["from_graph", "from_tracing_context"]:
     """torch reads the shape environment off an output tensor; a piece that only writes into its inputs has none."""
     (output,) = (n for n in module.graph.nodes if n.op == "output")
     fakes = (isinstance(n.meta.get("example_value"), torch.Tensor) for n in output.args[0] if isinstance(n, fx.Node))
     return "from_graph" if any(fakes) else "from_tracing_context"
 
 
-def _symints(examples: list[Any]) -> list[torch.SymInt]:
-    return [e for e in examples if isinstance(e, torch.SymInt)]
+def _new_guards(known: str, sizes: list[torch.SymInt]) -> str:
+    """What compiling came to rely on besides what was known, which is part of the key."""
+    guards = known_of_sizes(sizes)
+    return "" if guards == known else guards
 
 
-def _guards_expression(examples: list[Any]) -> str:
-    symints = _symints(examples)
-    if not symints:
-        return ""
-    return symints[0].node.shape_env.produce_guards_expression(placeholders=symints) or ""
-
-
-def _guards_hold(expression: str, examples: list[Any]) -> bool:
-    """Evaluates the saved guards on this trace's symbols, which also adds them to its guards."""
-    symints = _symints(examples)
-    return bool(symints[0].node.shape_env.evaluate_guards_expression(expression, symints))
+def _guards_hold(guards: str, sizes: list[torch.SymInt]) -> bool:
+    """Whether code made under `guards` serves this trace, which is guarded by them from now on."""
+    if not guards:
+        return True
+    return bool(sizes) and bool(sizes[0].node.shape_env.evaluate_guards_expression(guards, sizes))
 
 
 def _compiler_is_missing(error: BaseException) -> bool:
-    names = {type(e).__name__ for e in (error, error.__cause__, error.__context__) if e is not None}
-    return "InvalidCxxCompiler" in names or "InvalidCxxCompiler" in str(error)
+    """Whether the machine, not the piece, is at fault: no C++ or C compiler, or one that lacks its headers."""
+    seen: set[int] = set()
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        if type(current).__name__ in ("InvalidCxxCompiler", "CppCompileError", "TritonMissing"):
+            return True
+        if "InvalidCxxCompiler" in str(current) or "Failed to find C compiler" in str(current):
+            return True
+        current = current.__cause__ or current.__context__
+    return False
+
+
+def _no_compiler(error: BaseException) -> Reason:
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    detail = f"Inductor cannot build code here, pieces run as traced: {lines[0] if lines else type(error).__name__}"
+    hint = "install a C++ compiler (and set CXX to it), or ask for options={'compiler': 'eager'}"
+    return Reason(ReasonCode.COMPILER_UNAVAILABLE, "compiler", detail, hint)
 
 
 @contextlib.contextmanager
 def _inductor_cache(folder: Path | None) -> Iterator[None]:
     """Keep what Inductor itself writes (sources, built libraries) beside the artifacts that refer to it."""
-    if folder is None:
+    if folder is None or not _is_writable(folder):
         yield
         return
     from torch._inductor.runtime.cache_dir_utils import temporary_cache_dir
 
     with temporary_cache_dir(str(folder)):
         yield
+
+
+def _is_writable(folder: Path) -> bool:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return False
+    return os.access(folder, os.W_OK)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, get_args
-
-from typing import Literal
+from typing import Any, Literal, cast, get_args
 
 from piecewise_backend.names import unknown_name
 
@@ -35,9 +33,9 @@ def environment_cache_dir() -> Path:
     return Path(os.environ.get("MRV2_CACHE_DIR") or default).expanduser()
 
 
-def environment_recorder() -> str:
+def environment_recorder() -> Recorder:
     """MRV2_RECORDER, else "auto"."""
-    return os.environ.get("MRV2_RECORDER") or "auto"
+    return cast(Recorder, os.environ.get("MRV2_RECORDER") or "auto")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +45,7 @@ class Options:
     mode: str = "FULL_AND_PIECEWISE"
     """NONE, PIECEWISE, FULL, FULL_DECODE_ONLY or FULL_AND_PIECEWISE. Alone in a plain call, FULL means: nothing is
     recorded where an operator must break."""
-    recorder: Recorder = field(default_factory=environment_recorder)  # type: ignore[assignment]
+    recorder: Recorder = field(default_factory=environment_recorder)
     """What records: "auto" (CUDA graphs on a CUDA device, else nothing), "cuda", "emulated" (any device), "none"."""
     compiler: Compiler = "inductor"
     """What compiles the pieces."""
@@ -79,20 +77,31 @@ class Options:
         _check_choice("recorder", self.recorder, Recorder)
         _check_choice("compiler", self.compiler, Compiler)
         _check_choice("on_fallback", self.on_fallback, OnFallback)
+        for name in ("poison", "cache"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"option {name!r} must be True or False, got {getattr(self, name)!r}")
+        if not isinstance(self.compiler_options, Mapping):
+            raise ValueError(f"option 'compiler_options' must be a dict, got {self.compiler_options!r}")
+        for size in self.capture_sizes or ():
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+                raise ValueError(f"option 'capture_sizes' must hold positive integers, got {size!r}")
         for rule in self.padding.values() if isinstance(self.padding, Mapping) else (self.padding,):
             _check_choice("padding", rule, Padding)
         if self.mode not in MODES:
             raise unknown_name("mode", self.mode, (*MODES, *_TORCH_MODES))
         for name, least in (("capture_after", 1), ("max_captures", 0)):
             value = getattr(self, name)
-            if not isinstance(value, int) or value < least:
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ValueError(f"option {name!r} must be an integer of at least {least}, got {value!r}")
-        if not 0 <= self.max_padding_waste <= 1:
-            raise ValueError(f"option 'max_padding_waste' is a share from 0 to 1, got {self.max_padding_waste!r}")
+        waste = self.max_padding_waste
+        if not isinstance(waste, int | float) or not 0 <= waste <= 1:
+            raise ValueError(f"option 'max_padding_waste' is a share from 0 to 1, got {waste!r}")
 
 
 def parse_options(options: Mapping[str, Any] | None = None, mode: str | None = None) -> Options:
     """Options from what `torch.compile` hands over. ValueError for an unknown key, naming the nearest."""
+    if options is not None and not isinstance(options, Mapping):
+        raise ValueError(f"options must be a dict, got {options!r}")
     given = dict(options or {})
     allowed = [f.name for f in fields(Options)]
     for key in given:
@@ -100,17 +109,22 @@ def parse_options(options: Mapping[str, Any] | None = None, mode: str | None = N
             raise unknown_name("option", key, allowed)
     asked = given.pop("mode", None) or mode
     if asked is not None:
-        asked = getattr(asked, "name", str(asked))
+        asked = str(getattr(asked, "name", asked))
         name, inductor = _TORCH_MODES.get(asked, (asked.upper().replace("-", "_"), {}))
         given["mode"] = name
         if inductor:
             given["compiler_options"] = inductor | dict(given.get("compiler_options", {}))
         if name not in MODES:
             raise unknown_name("mode", asked, (*MODES, *_TORCH_MODES))
-    for key, convert in (("splitting_ops", tuple), ("capture_sizes", tuple), ("cache_dir", Path)):
-        if given.get(key) is not None:
-            given[key] = convert(given[key])
-    return Options(**given)
+    if given.get("splitting_ops") is not None:
+        ops = given["splitting_ops"]
+        given["splitting_ops"] = tuple(ops) if isinstance(ops, list | tuple | set | frozenset) else (ops,)
+    if given.get("capture_sizes") is not None:
+        sizes = given["capture_sizes"]
+        given["capture_sizes"] = tuple(sizes) if isinstance(sizes, Iterable) else (sizes,)
+    if given.get("cache_dir") is not None:
+        given["cache_dir"] = Path(given["cache_dir"]).expanduser()
+    return Options(**{key: value for key, value in given.items() if value is not None})
 
 
 def _check_choice(name: str, value: object, choices: Any) -> None:

@@ -1,12 +1,14 @@
-"""What a graph does to memory, found by running it once on fake tensors.
+"""What a graph does to memory, found by running each distinct segment once on fake tensors.
 
-Which inputs are written, which values share memory, which nodes launch work, and which hold an operator that no CUDA
-graph records: facts that the schema of each ATen operator states, so none has to be guessed from a Python-level graph.
+Which inputs are written, which values share memory, which segments launch work, and which hold an operator that no
+CUDA graph records: facts that the schema of each ATen operator states, so none has to be guessed from a Python-level
+graph. Segments of one structure (the layers of a transformer) have the same facts and are run once.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from piecewise_backend.cudagraph.checks import launches_work, why_uncapturable, written_arguments
+from piecewise_backend.regions import settings_kept
+from piecewise_backend.split import Segment, SplitGraph
 
 _DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
 _HOST_CONTROL_FLOW = frozenset({"cond", "while_loop", "scan", "map_impl"})
@@ -37,44 +41,113 @@ class Forbidden:
 
 
 @dataclass(frozen=True, slots=True)
+class SegmentFacts:
+    """What one structure does, by positions."""
+
+    launches: bool
+    """Whether any kernel runs."""
+    is_random: bool
+    """Whether random numbers are drawn."""
+    written: tuple[int, ...]
+    """Inputs whose memory is written."""
+    memory: tuple[int | None, ...]
+    """For each output: the input whose memory it shares; -1, -2, ... for memory of its own, equal where shared;
+    None for what is not a tensor."""
+    refusal: tuple[int, str, str] | None
+    """The first operator that cannot be recorded: the position of its node, its name, why."""
+
+
+@dataclass(frozen=True, slots=True)
 class GraphFacts:
-    """Facts by node name; `storage` numbers are equal where memory is shared."""
+    """Facts about the values of one graph, by name; `storage` numbers are equal where memory is shared."""
 
     storage: dict[str, int]
     written: frozenset[int]
-    launching: frozenset[str]
-    forbidden: dict[str, Forbidden]
-    random: frozenset[str]
+    segments: tuple[SegmentFacts, ...]
+
+    @property
+    def is_random(self) -> bool:
+        """Whether any segment draws random numbers."""
+        return any(s.is_random for s in self.segments)
 
     def is_written(self, name: str) -> bool:
         """Whether the memory of value `name` is written by the graph."""
         return self.storage.get(name, -1) in self.written
 
-    def launches(self, nodes: Iterable[str]) -> bool:
-        """Whether any of `nodes` runs a kernel."""
-        return not self.launching.isdisjoint(nodes)
 
-    def first_forbidden(self, nodes: Iterable[str]) -> Forbidden | None:
-        """The first of `nodes` that cannot be recorded."""
-        return next((self.forbidden[n] for n in nodes if n in self.forbidden), None)
+def find_facts(gm: fx.GraphModule, graph: SplitGraph) -> GraphFacts:
+    """Facts about `gm`, split into `graph`. Neither is changed."""
+    known: dict[str, SegmentFacts] = {}
+    for segment in graph.segments:
+        if segment.structure not in known:
+            known[segment.structure] = _inspect(segment.module)
+    found = tuple(known[segment.structure] for segment in graph.segments)
+    storage = _storage_of_inputs(gm)
+    numbers = itertools.count(len(storage))
+    written: set[int] = set()
+    for segment, facts in zip(graph.segments, found, strict=True):
+        written.update(storage[segment.inputs[i]] for i in facts.written)
+        own: dict[int, int] = {}
+        for name, memory in zip(segment.outputs, facts.memory, strict=True):
+            if memory is not None and memory < 0:
+                storage[name] = own[memory] = own.get(memory, next(numbers))
+            elif memory is not None:
+                storage[name] = storage[segment.inputs[memory]]
+    return GraphFacts(storage, frozenset(written), found)
 
 
-def find_facts(gm: fx.GraphModule) -> GraphFacts:
-    """Run `gm` once on the fake tensors in its nodes' `example_value`. `gm` is not changed."""
-    inspector = _Inspector(gm)
-    with torch.no_grad(), inspector.fake_context():
-        inspector.run(*inspector.fake_inputs())
-    return GraphFacts(
-        storage=inspector.storage,
-        written=frozenset(inspector.observer.written),
-        launching=frozenset(inspector.launching),
-        forbidden=inspector.forbidden,
-        random=frozenset(inspector.random),
+def find_forbidden(segment: Segment, facts: SegmentFacts) -> Forbidden | None:
+    """The first operator of `segment` that cannot be recorded."""
+    if facts.refusal is None:
+        return None
+    position, op, why = facts.refusal
+    node = next(itertools.islice(segment.module.graph.nodes, position, None))
+    return Forbidden(op, why, source_line(node))
+
+
+def _storage_of_inputs(gm: fx.GraphModule) -> dict[str, int]:
+    found: dict[str, int] = {}
+    numbers: dict[int, int] = {}
+    for node in gm.graph.nodes:
+        fake = node.meta.get("example_value")
+        if node.op == "placeholder" and isinstance(fake, torch.Tensor) and fake.layout is torch.strided:
+            found[node.name] = numbers.setdefault(fake.untyped_storage()._cdata, len(numbers))
+    return found
+
+
+def _inspect(module: fx.GraphModule) -> SegmentFacts:
+    inspector = _Inspector(module)
+    inputs = inspector.fake_inputs()
+    observer = inspector.observer
+    with torch.no_grad(), settings_kept(), inspector.fake_context():
+        outputs = inspector.run(*inputs)
+    given: dict[int, int] = {}
+    for position, value in enumerate(inputs):
+        if _has_memory(value):
+            given.setdefault(observer.number(value), position)
+    own: dict[int, int] = {}
+    memory: list[int | None] = []
+    for value in outputs:
+        number = observer.number(value) if _has_memory(value) else None
+        if number is None or number in given:
+            memory.append(None if number is None else given[number])
+        else:
+            memory.append(own.setdefault(number, -1 - len(own)))
+    return SegmentFacts(
+        launches=inspector.launches,
+        is_random=inspector.is_random,
+        written=tuple(i for i, v in enumerate(inputs) if _has_memory(v) and observer.number(v) in observer.written),
+        memory=tuple(memory),
+        refusal=inspector.refusal,
     )
 
 
+def _has_memory(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.layout is torch.strided
+
+
 def source_line(node: fx.Node) -> str:
-    """"file:line, in function: code" of the user's line that made `node`."""
+    """ "file:line, in function: code" of the user's line that made `node`."""
     frames = [line.strip() for line in node.meta.get("stack_trace", "").splitlines()]
     for index in range(len(frames) - 1, -1, -1):
         if frames[index].startswith("File "):
@@ -97,6 +170,8 @@ class _Observer(TorchDispatchMode):
         self.random = False
 
     def number(self, tensor: torch.Tensor) -> int:
+        while torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # inside vmap: the batch is what has memory
+            tensor = torch._C._functorch.get_unwrapped(tensor)
         storage = tensor.untyped_storage()
         if storage._cdata not in self.numbers:
             self.numbers[storage._cdata] = len(self.numbers)
@@ -110,7 +185,8 @@ class _Observer(TorchDispatchMode):
         kwargs = kwargs or {}
         self.launched |= launches_work(func)
         self.random |= _draws_random_numbers(func, args, kwargs)
-        why = why_uncapturable(func, args, kwargs)
+        has_tensors = any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves((args, kwargs)))
+        why = why_uncapturable(func, args, kwargs) if has_tensors else None  # a call on numbers only moves no data
         if why is not None and self.refusal is None:
             self.refusal = (str(func), why)
         self.mark_written(written_arguments(func, args, kwargs))
@@ -131,12 +207,12 @@ def _draws_random_numbers(func: Any, args: Any, kwargs: Any) -> bool:
 class _Inspector(fx.Interpreter):
     def __init__(self, gm: fx.GraphModule) -> None:
         super().__init__(gm, garbage_collect_values=False)
+        self.nodes = list(gm.graph.nodes)
         self.observer = _Observer()
-        self.storage: dict[str, int] = {}
-        self.launching: set[str] = set()
-        self.forbidden: dict[str, Forbidden] = {}
-        self.random: set[str] = set()
-        examples = [n.meta.get("example_value") for n in gm.graph.nodes]
+        self.launches = False
+        self.is_random = False
+        self.refusal: tuple[int, str, str] | None = None
+        examples = [n.meta.get("example_value") for n in self.nodes]
         fakes = (e for e in tree_leaves(examples) if isinstance(e, torch._subclasses.FakeTensor))
         self.fake_mode = next((fake.fake_mode for fake in fakes), None)
 
@@ -147,21 +223,17 @@ class _Inspector(fx.Interpreter):
 
     def fake_inputs(self) -> list[Any]:
         """The placeholders' fakes, detached, so that in-place changes of shape stay in this run."""
-        values = [n.meta.get("example_value") for n in self.module.graph.nodes if n.op == "placeholder"]
+        values = [n.meta.get("example_value") for n in self.nodes if n.op == "placeholder"]
         return [v.detach() if isinstance(v, torch.Tensor) else v for v in values]
 
     def run_node(self, n: fx.Node) -> Any:
         observer = self.observer
         observer.launched, observer.refusal, observer.random = False, None, False
         result = self._run_higher_order(n) if _is_higher_order(n) else self._run_watched(n)
-        if observer.launched:
-            self.launching.add(n.name)
-        if observer.random:
-            self.random.add(n.name)
-        if observer.refusal is not None:
-            self.forbidden[n.name] = Forbidden(*observer.refusal, source_line(n))
-        if isinstance(result, torch.Tensor) and result.layout is torch.strided:
-            self.storage[n.name] = observer.number(result)
+        self.launches |= observer.launched
+        self.is_random |= observer.random
+        if observer.refusal is not None and self.refusal is None:
+            self.refusal = (self.nodes.index(n), *observer.refusal)
         return result
 
     def _run_watched(self, n: fx.Node) -> Any:

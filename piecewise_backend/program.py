@@ -14,7 +14,7 @@ from piecewise_backend.compile import CompiledPiece, PieceCompiler
 from piecewise_backend.cudagraph.capture import CapturedProgram, Padded, Step, capture, run_on_real_rows
 from piecewise_backend.cudagraph.recorder import GraphRecorder
 from piecewise_backend.cudagraph.rows import TokenDim
-from piecewise_backend.facts import GraphFacts
+from piecewise_backend.facts import GraphFacts, SegmentFacts, find_forbidden
 from piecewise_backend.split import NodeName, Segment, SplitGraph, free_symbols
 
 
@@ -108,8 +108,13 @@ class Program:
     ) -> CapturedProgram:
         """Record the steps on `args`, which are read at every replay from where they lie now."""
         return capture(
-            self.steps, self.fill(args), self.outputs,
-            recorder=recorder, records=records, execute=execute, padded=padded,
+            self.steps,
+            self.fill(args),
+            self.outputs,
+            recorder=recorder,
+            records=records,
+            execute=execute,
+            padded=padded,
         )
 
     def fill(self, args: Sequence[Any]) -> list[Any]:
@@ -117,23 +122,21 @@ class Program:
         return [*args, *[None] * (self.num_slots - len(self.inputs))]
 
 
-def build_program(
-    gm: fx.GraphModule, graph: SplitGraph, facts: GraphFacts, compiler: PieceCompiler
-) -> Program:
+def build_program(gm: fx.GraphModule, graph: SplitGraph, facts: GraphFacts, compiler: PieceCompiler) -> Program:
     """Compile each distinct piece of `graph` once and lay all values out in slots."""
     by_name = {node.name: node for node in gm.graph.nodes}
     inputs = tuple(_input(by_name[name], facts) for name in graph.placeholders)
-    pieces = [segment for segment in graph.segments if segment.breakpoint is None]
-    launching = [s for s in pieces if facts.launches(s.nodes)]
-    keys = dict(zip((id(s) for s in launching), compiler.keys([s.module for s in launching]), strict=True))
-    compiled = {id(s): compiler.compile(s.module, keys[id(s)]) for s in launching}
+    compiled: list[CompiledPiece | None] = [None] * len(graph.segments)
+    for index, (segment, found) in enumerate(zip(graph.segments, facts.segments, strict=True)):
+        if segment.breakpoint is None and found.launches:
+            compiled[index] = compiler.compile(segment.module, compiler.key(segment.structure))
 
     slot_of = {name: index for index, name in enumerate(graph.placeholders)}
-    steps = []
-    for segment in graph.segments:
+    steps: list[Step] = []
+    for segment, found, piece in zip(graph.segments, facts.segments, compiled, strict=True):
         for name in segment.outputs:
             slot_of[name] = len(slot_of)
-        steps.append(_step(segment, slot_of, facts, compiled.get(id(segment)), len(steps)))
+        steps.append(_step(segment, slot_of, found, piece, len(steps)))
     outputs = tuple(slot_of[o] if isinstance(o, NodeName) else Constant(o) for o in graph.outputs)
     output_fakes = tuple(
         by_name[o].meta.get("example_value") if isinstance(o, NodeName) and o in by_name else o for o in graph.outputs
@@ -145,8 +148,8 @@ def build_program(
         output_fakes=output_fakes,
         output_storage=tuple(facts.storage.get(o, -1) if isinstance(o, NodeName) else -1 for o in graph.outputs),
         num_slots=len(slot_of),
-        is_random=bool(facts.random),
-        pieces=tuple({p.key: p for p in compiled.values()}.values()),
+        is_random=facts.is_random,
+        pieces=tuple({p.key: p for p in compiled if p is not None}.values()),
     )
 
 
@@ -158,7 +161,7 @@ def _input(node: fx.Node, facts: GraphFacts) -> Input:
 
 
 def _step(
-    segment: Segment, slot_of: dict[str, int], facts: GraphFacts, compiled: CompiledPiece | None, index: int
+    segment: Segment, slot_of: dict[str, int], facts: SegmentFacts, compiled: CompiledPiece | None, index: int
 ) -> Step:
     fakes = [n.meta.get("example_value") for n in segment.module.graph.nodes if n.op == "placeholder"]
     (output,) = (n for n in segment.module.graph.nodes if n.op == "output")
@@ -170,9 +173,9 @@ def _step(
         outputs=tuple(slot_of[name] for name in segment.outputs),
         frees=(),
         opaque=compiled is not None and compiled.opaque,
-        launches=segment.breakpoint is not None or facts.launches(segment.nodes),
+        launches=segment.breakpoint is not None or facts.launches,
         breakpoint=segment.breakpoint,
-        forbidden=facts.first_forbidden(segment.nodes) if segment.breakpoint is None else None,
+        forbidden=find_forbidden(segment, facts) if segment.breakpoint is None else None,
         layer=_layer_name(segment) if segment.breakpoint is not None else None,
         input_fakes=tuple(fakes),
         output_fakes=tuple(n.meta.get("example_value") for n in output.args[0]),
@@ -201,8 +204,7 @@ def _with_frees(steps: list[Step], kept: set[int], num_inputs: int) -> tuple[Ste
 
 
 def needs_grad(gm: fx.GraphModule) -> list[str]:
-    """Names of outputs that would need grad."""
+    """Names of outputs that would carry a gradient: computed, under grad, from something that requires it."""
     (output,) = (n for n in gm.graph.nodes if n.op == "output")
-    values = [n for n in output.args[0] if isinstance(n, fx.Node)]
-    fakes = {n.name: n.meta.get("example_value") for n in values}
-    return [name for name, fake in fakes.items() if isinstance(fake, torch.Tensor) and fake.requires_grad]
+    fakes = ((n.name, n.meta.get("example_value")) for n in output.all_input_nodes)
+    return [name for name, fake in fakes if isinstance(fake, torch.Tensor) and fake.requires_grad and not fake.is_leaf]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -88,8 +89,13 @@ class Report:
             rows = s.replays * s.num_tokens
             waste = f"{s.padded_rows / rows:.0%}" if rows else "-"
             table.add_row(
-                s.descriptor, str(s.num_graphs), str(len(s.eager_ops)), f"{s.seconds * 1e3:.0f} ms",
-                f"{s.memory_bytes / 2**20:.2f} MiB", str(s.replays), waste,
+                s.descriptor,
+                str(s.num_graphs),
+                str(len(s.eager_ops)),
+                f"{s.seconds * 1e3:.0f} ms",
+                f"{s.memory_bytes / 2**20:.2f} MiB",
+                str(s.replays),
+                waste,
             )
         return table
 
@@ -102,16 +108,6 @@ class Report:
         return table
 
     def __str__(self) -> str:
-        console = Console(width=140, record=True, file=_Nowhere(), color_system=None)
-        console.print(self)
-        return console.export_text()
-
-
-class _Nowhere:
-    """A file that keeps nothing: the console records what it prints."""
-
-    def write(self, text: str) -> int:
-        return len(text)
-
-    def flush(self) -> None:
-        return None
+        text = io.StringIO()
+        Console(width=140, file=text, color_system=None).print(self)
+        return text.getvalue()

@@ -13,15 +13,17 @@ After (three segments; only tensors and ints cross):
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from piecewise_backend.breakpoints import Breakpoint, match
+from piecewise_backend.containers import expand_containers, selects_from_container
+from piecewise_backend.regions import Regions, RegionWriter, find_regions
+from piecewise_backend.structure import structure_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +36,8 @@ class Segment:
     outputs: tuple[str, ...]
     breakpoint: Breakpoint | None
     """The operator that breaks here; None for a piece."""
-    nodes: tuple[str, ...]
-    """Names of the original nodes in this segment."""
+    structure: str
+    """`structure_text` of `module`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +50,12 @@ class SplitGraph:
     """fx nodes (by name, as `NodeName`) or constants."""
 
 
-_ENTER_AUTOCAST = torch.amp.autocast_mode._enter_autocast
-_EXIT_AUTOCAST = torch.amp.autocast_mode._exit_autocast
+_TRANSFORM_BEGINS = frozenset(
+    {"_vmap_increment_nesting", "_grad_increment_nesting", "_jvp_increment_nesting", "_enter_dual_level"}
+)
+_TRANSFORM_ENDS = frozenset(
+    {"_vmap_decrement_nesting", "_grad_decrement_nesting", "_jvp_decrement_nesting", "_exit_dual_level"}
+)
 
 
 class NodeName(str):
@@ -62,14 +68,14 @@ def split(gm: fx.GraphModule, breakpoints: dict[str, Breakpoint]) -> SplitGraph:
     """Cut `gm` at every node whose target is in `breakpoints`. `gm` is not changed.
 
     Node order is kept, since graphs mutate their values; a `getitem` moves to its producer, a constant
-    (`get_attr`) to each of its users.
+    (`get_attr`) and the switch of a setting (autocast) to each segment that needs it.
     """
     working = fx.GraphModule(gm, _copy_graph(gm.graph))
     graph = working.graph
-    _drop_grad_mode(graph)
-    part_of, breaks = _assign(graph, breakpoints)
-    _expand_containers(graph, part_of)
-    return _build(working, part_of, breaks)
+    regions = find_regions(graph)
+    part_of, breaks = _assign(graph, breakpoints, regions.marks)
+    expand_containers(graph, part_of)
+    return _build(working, part_of, breaks, regions)
 
 
 def _copy_graph(graph: fx.Graph) -> fx.Graph:
@@ -81,27 +87,21 @@ def _copy_graph(graph: fx.Graph) -> fx.Graph:
     return new
 
 
-def _drop_grad_mode(graph: fx.Graph) -> None:
-    """Everything runs without grad, so switches of grad mode mean nothing and must not straddle a boundary."""
-    for node in list(graph.nodes):
-        if node.op == "call_function" and node.target is torch._C._set_grad_enabled:
-            graph.erase_node(node)
-
-
 def _assign(
-    graph: fx.Graph, breakpoints: dict[str, Breakpoint]
+    graph: fx.Graph, breakpoints: dict[str, Breakpoint], marks: frozenset[fx.Node]
 ) -> tuple[dict[fx.Node, int], dict[int, Breakpoint]]:
     """The part of each node that computes, and which parts are breakpoints."""
     part_of: dict[fx.Node, int] = {}
     breaks: dict[int, Breakpoint] = {}
-    current, closed = 0, True
+    current, closed, nesting = 0, True, 0
     for node in graph.nodes:
-        if node.op in ("placeholder", "output", "get_attr"):
+        if node.op in ("placeholder", "output", "get_attr") or node in marks:
             continue
-        if _selects_from_container(node) and node.args[0] in part_of:
+        if _reads_result(node) and node.args[0] in part_of:
             part_of[node] = part_of[node.args[0]]
             continue
-        found = match(node.target, breakpoints) if node.op != "call_module" else None
+        nesting += _transform_nesting(node)
+        found = match(node.target, breakpoints) if node.op != "call_module" and not nesting else None
         if found is not None or closed:
             current, closed = current + 1, found is not None
         part_of[node] = current
@@ -110,84 +110,39 @@ def _assign(
     return part_of, breaks
 
 
-def _selects_from_container(node: fx.Node) -> bool:
-    if node.op != "call_function" or node.target is not operator.getitem:
-        return False
-    source = node.args[0]
-    return isinstance(source, fx.Node) and isinstance(source.meta.get("example_value"), tuple | list)
+def _transform_nesting(node: fx.Node) -> int:
+    """+1 where a function transform (`vmap`, `grad`, `jvp`) begins, -1 where it ends.
 
-
-def _expand_containers(graph: fx.Graph, part_of: dict[fx.Node, int]) -> None:
-    """Let no tuple, list or `torch.Size` cross a boundary.
-
-    A container used in a later part is taken apart where it was made, and put together again where it is used;
-    elements that are plain ints become constants.
+    What is between sees batched values that exist only there, so it is never cut apart.
     """
-    for node in list(graph.nodes):
+    name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
+    return (name in _TRANSFORM_BEGINS) - (name in _TRANSFORM_ENDS)
+
+
+def _reads_result(node: fx.Node) -> bool:
+    """Whether `node` belongs to its producer: an element of its tuple, or the size of its data-dependent shape."""
+    if node.op == "call_function" and node.target is torch.ops.aten.sym_size.int:
         value = node.meta.get("example_value")
-        if node not in part_of or not isinstance(value, tuple | list):
-            continue
-        foreign = [user for user in node.users if part_of.get(user, -1) != part_of[node]]
-        if not foreign:
-            continue
-        elements = _take_apart(graph, node, value, part_of)
-        for user in foreign:
-            if _selects_from_container(user) and isinstance(user.args[1], int):
-                _replace_everywhere(user, elements[user.args[1]])
-                part_of.pop(user, None)
-                graph.erase_node(user)
-            else:
-                user.replace_input_with(node, _put_together(graph, user, value, elements, part_of))
+        return isinstance(value, torch.SymInt) and value.node.expr.free_symbols <= set(free_unbacked_symbols(value))
+    return selects_from_container(node)
 
 
-def _take_apart(graph: fx.Graph, node: fx.Node, value: Any, part_of: dict[fx.Node, int]) -> list[Any]:
-    elements: list[Any] = []
-    position = node
-    for index, element in enumerate(value):
-        if isinstance(element, torch.Tensor | torch.SymInt | tuple | list):
-            with graph.inserting_after(position):
-                position = graph.call_function(operator.getitem, (node, index))
-            position.meta = {"example_value": element, "stack_trace": node.meta.get("stack_trace", "")}
-            part_of[position] = part_of[node]
-            elements.append(position)
-        else:
-            elements.append(element)
-    return elements
-
-
-def _put_together(
-    graph: fx.Graph, user: fx.Node, value: Any, elements: list[Any], part_of: dict[fx.Node, int]
-) -> fx.Node:
-    make: Callable[..., Any] = torch.Size if isinstance(value, torch.Size) else type(value)
-    with graph.inserting_before(user):
-        whole = graph.call_function(make, (tuple(elements),))
-    whole.meta = {"example_value": value}
-    if user in part_of:
-        part_of[whole] = part_of[user]
-    else:  # the output node: the container is made by its last part
-        part_of[whole] = max(part_of.values())
-    return whole
-
-
-def _replace_everywhere(node: fx.Node, replacement: Any) -> None:
-    for user in list(node.users):
-        mapped = fx.map_arg((user.args, user.kwargs), lambda n: replacement if n is node else n)
-        user.args, user.kwargs = mapped
-
-
-def _build(gm: fx.GraphModule, part_of: dict[fx.Node, int], breaks: dict[int, Breakpoint]) -> SplitGraph:
-    order = [node for node in gm.graph.nodes if node in part_of]
+def _build(
+    gm: fx.GraphModule, part_of: dict[fx.Node, int], breaks: dict[int, Breakpoint], regions: Regions
+) -> SplitGraph:
     parts: dict[int, list[fx.Node]] = {}
-    for node in order:
-        parts.setdefault(part_of[node], []).append(node)
+    for node in gm.graph.nodes:
+        if node in part_of:
+            parts.setdefault(part_of[node], []).append(node)
     _read_symbols_from_placeholders(gm.graph, part_of)
     symbols = _symbol_sources(gm.graph)
-    open_contexts = _open_autocasts(parts)
+    inputs = {part: _inputs(nodes, part_of, part in breaks, symbols) for part, nodes in parts.items()}
+    (output,) = (node for node in gm.graph.nodes if node.op == "output")
+    used = set(output.all_input_nodes).union(*inputs.values())
     segments = tuple(
-        _build_segment(gm, nodes, part_of, breaks.get(part), symbols, open_contexts[part])
+        _build_segment(gm, nodes, inputs[part], [n for n in nodes if n in used], breaks.get(part), regions)
         for part, nodes in sorted(parts.items())
     )
-    (output,) = (node for node in gm.graph.nodes if node.op == "output")
     outputs = output.args[0] if isinstance(output.args[0], tuple | list) else (output.args[0],)
     return SplitGraph(
         segments=segments,
@@ -206,20 +161,6 @@ def _read_symbols_from_placeholders(graph: fx.Graph, part_of: dict[fx.Node, int]
                 user.replace_input_with(node, sources[value.node.expr])
 
 
-def _open_autocasts(parts: dict[int, list[fx.Node]]) -> dict[int, tuple[fx.Node, ...]]:
-    """The autocast regions that are open when each part begins, outermost first."""
-    stack: list[fx.Node] = []
-    found: dict[int, tuple[fx.Node, ...]] = {}
-    for part, nodes in sorted(parts.items()):
-        found[part] = tuple(stack)
-        for node in nodes:
-            if node.target is _ENTER_AUTOCAST:
-                stack.append(node)
-            elif node.target is _EXIT_AUTOCAST and node.args[0] in stack:
-                stack.remove(node.args[0])
-    return found
-
-
 def _symbol_sources(graph: fx.Graph) -> dict[Any, fx.Node]:
     """The first node whose value is exactly a shape symbol, for each symbol."""
     sources: dict[Any, fx.Node] = {}
@@ -230,53 +171,51 @@ def _symbol_sources(graph: fx.Graph) -> dict[Any, fx.Node]:
     return sources
 
 
+def _inputs(
+    nodes: list[fx.Node], part_of: dict[fx.Node, int], is_breakpoint: bool, symbols: dict[Any, fx.Node]
+) -> list[fx.Node]:
+    """The values that a part takes from outside of it, in order of use."""
+    part = part_of[nodes[0]]
+    external = [n for n in dict.fromkeys(a for node in nodes for a in node.all_input_nodes) if part_of.get(n) != part]
+    external = [n for n in external if n.op == "placeholder" or n in part_of]
+    if is_breakpoint:
+        return external
+    # A compiled piece needs the symbols of its inputs' shapes as inputs of their own.
+    needed = dict.fromkeys(s for n in external for s in free_symbols(n.meta.get("example_value")))
+    sources = [symbols[s] for s in needed if s in symbols and part_of.get(symbols[s], -1) < part]
+    return list(dict.fromkeys([*sources, *external]))
+
+
 def _build_segment(
     gm: fx.GraphModule,
     nodes: list[fx.Node],
-    part_of: dict[fx.Node, int],
+    inputs: list[fx.Node],
+    outputs: list[fx.Node],
     found: Breakpoint | None,
-    symbols: dict[Any, fx.Node],
-    open_autocasts: tuple[fx.Node, ...],
+    regions: Regions,
 ) -> Segment:
-    part = part_of[nodes[0]]
-    inside = {*nodes, *open_autocasts}
-    external = [
-        n for n in dict.fromkeys(a for node in nodes for a in node.all_input_nodes)
-        if n not in inside and n.op != "get_attr"
-    ]
-    if found is None:  # a compiled piece needs the symbols of its inputs' shapes as inputs of their own
-        needed = (s for n in external for s in free_symbols(n.meta.get("example_value")))
-        sources = [symbols[s] for s in dict.fromkeys(needed) if s in symbols and symbols[s] not in inside]
-        external = list(dict.fromkeys([*sources, *external]))
-    returned = [
-        node for node in nodes
-        if node.target is not _ENTER_AUTOCAST and any(part_of.get(user) != part for user in node.users)
-    ]
-
     graph = fx.Graph()
     mapping: dict[fx.Node, fx.Node] = {}
-    for node in external:
+    for node in inputs:
         mapping[node] = graph.placeholder(node.name)
         mapping[node].meta = {k: v for k, v in node.meta.items() if k in ("example_value", "tensor_dict")}
-    # A region of autocast that spans several parts is entered and left again in each of them.
-    for node in open_autocasts:
-        mapping[node] = graph.node_copy(node)
+    writer = RegionWriter(graph)
     for node in nodes:
         for constant in node.all_input_nodes:
             if constant.op == "get_attr" and constant not in mapping:
                 mapping[constant] = graph.node_copy(constant)
+        writer.move_to(regions.around.get(node, ()))
         mapping[node] = graph.node_copy(node, lambda n: mapping[n])
-    closed = {node.args[0] for node in nodes if node.target is _EXIT_AUTOCAST}
-    entered = [n for n in (*open_autocasts, *nodes) if n.target is _ENTER_AUTOCAST and n not in closed]
-    for node in reversed(entered):
-        graph.call_function(_EXIT_AUTOCAST, (mapping[node],))
-    graph.output(tuple(mapping[node] for node in returned))
+    writer.move_to(())
+    graph.output(tuple(mapping[node] for node in outputs))
+    module = fx.GraphModule(gm, graph)
     return Segment(
-        module=fx.GraphModule(gm, graph),
-        inputs=tuple(node.name for node in external),
-        outputs=tuple(node.name for node in returned),
+        module=module,
+        inputs=tuple(node.name for node in inputs),
+        outputs=tuple(node.name for node in outputs),
         breakpoint=found,
-        nodes=tuple(node.name for node in nodes),
+        # Before anything is compiled, which may add guards to shared shape symbols.
+        structure=structure_text(module),
     )
 
 
