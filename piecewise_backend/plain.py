@@ -16,16 +16,16 @@ from torch import fx
 
 from piecewise_backend.config import Options
 from piecewise_backend.cudagraph.capture import CapturedProgram, Padded, Step, capture_session
-from piecewise_backend.cudagraph.modes import BatchDescriptor, CUDAGraphMode
+from piecewise_backend.cudagraph.modes import CUDAGraphMode
 from piecewise_backend.cudagraph.recorder import GraphRecorder
 from piecewise_backend.cudagraph.rows import RealRows
 from piecewise_backend.cudagraph.sizes import smallest_fitting
-from piecewise_backend.outputs import OutputPlan
-from piecewise_backend.padding import SavedState, why_padding_matters
+from piecewise_backend.outputs import HandOut, OutputPlan
+from piecewise_backend.padding import SavedState, says_nothing, why_padding_matters
 from piecewise_backend.program import Program
 from piecewise_backend.reasons import Reason, ReasonCode
 from piecewise_backend.report import Report, SizeReport
-from piecewise_backend.static_inputs import StaticInputs, default_rule
+from piecewise_backend.static_inputs import CopyIn, StaticInputs, StaticMemory, default_rule
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +57,18 @@ class Variant:
     addresses: list[int]
 
 
+@dataclass(slots=True, eq=False)
+class Bound:
+    """A variant as it serves calls of one size: nothing is worked out again from call to call."""
+
+    variant: Variant
+    count: int
+    copy_in: CopyIn
+    hand_out: HandOut
+    written: frozenset[int]
+    """Storages that the graphs write to where they lie; none of the copied inputs may share them."""
+
+
 class PlainCaller:
     """Calls one program on a caller's tensors, through graphs made by `recorder`."""
 
@@ -70,43 +82,42 @@ class PlainCaller:
         self._traced_graph = gm
         inputs = program.inputs
         self._ints = [i for i, given in enumerate(inputs) if isinstance(given.fake, torch.SymInt)]
-        own = own_address_inputs(program)
-        self._pinned = tuple(own)
-        self._moving = [i for i in own if not inputs[i].is_static]
-        self._copied = [i for i, g in enumerate(inputs) if isinstance(g.fake, torch.Tensor) and i not in own]
-        self._tensors = [i for i, g in enumerate(inputs) if isinstance(g.fake, torch.Tensor) and not g.is_static]
-        self._alias_pattern = _pattern([inputs[i].storage for i in self._tensors]) if self._moving else None
-        self._rules = [padding_rule(options.padding, g.name, g.fake) for g in inputs]
+        self._tensors = [i for i, given in enumerate(inputs) if isinstance(given.fake, torch.Tensor)]
+        self._pinned = own_address_inputs(program)
+        self._moving = [i for i in self._pinned if not inputs[i].is_static]
+        self.copied = [i for i in self._tensors if i not in self._pinned]
+        self.rules = [padding_rule(options.padding, g.name, g.fake) for g in inputs]
+        self._written = written_storages(program)
         self._sizes = sizes if self._can_pad() else ()
-        self.outputs = OutputPlan(program, gm, own)
-        self._variants: dict[Any, tuple[Variant, int]] = {}
+        self._memory = StaticMemory(self._sizes[-1] if self._sizes else 0)
+        self.outputs = OutputPlan(program, gm, self._pinned)
+        self._bound: dict[Any, Bound] = {}
         self._by_target: dict[Target, Variant] = {}
         self._failed: set[Target] = set()
         self._sightings: dict[Target, int] = {}
         self._proved: set[int] = set()
-        self._sizes_captured: set[int] = set()
 
-    # The replay path: nothing below `_replay` runs again for a call that has a variant.
+    # The replay path: a call of a size and addresses that were bound before.
 
     def __call__(self, *args: Any) -> tuple[Any, ...]:
-        if self._alias_pattern is not None and _pattern(self._storages(args)) != self._alias_pattern:
-            return self._run_as_traced(args)
         key = (*[args[i] for i in self._ints], *[args[i].data_ptr() for i in self._moving])
-        found = self._variants.get(key)
-        if found is None:
+        bound = self._bound.get(key)
+        if bound is None:
             return self._plan(key, args)
-        variant, count = found
-        if not same_addresses(args, variant.addresses, self._pinned):
-            return self._capture_again(key, args, variant)
-        return self._replay(variant, count, args)
+        if not same_addresses(args, bound.variant.addresses, self._pinned):
+            return self._capture_again(key, args, bound.variant)
+        if bound.written and any(args[i].untyped_storage().data_ptr() in bound.written for i in self.copied):
+            return self._run_as_traced(args)
+        return self._replay(bound, args)
 
-    def _replay(self, variant: Variant, count: int, args: Sequence[Any]) -> tuple[Any, ...]:
-        variant.static.copy_in(args, count)
-        variant.rows.count = count
-        static = variant.captured.replay()
+    def _replay(self, bound: Bound, args: Sequence[Any]) -> tuple[Any, ...]:
+        variant = bound.variant
+        bound.copy_in(args)
+        variant.rows.count = bound.count
+        variant.captured.replay()
         variant.report.replays += 1
-        variant.report.padded_rows += variant.target.size - count
-        return self.outputs.hand_out(static, args, count)
+        variant.report.padded_rows += variant.target.size - bound.count
+        return bound.hand_out(args)
 
     def _run_compiled(self, args: Sequence[Any]) -> tuple[Any, ...]:
         self.report.uncaptured_runs += 1
@@ -124,19 +135,24 @@ class PlainCaller:
     # Planning: the first calls of a size.
 
     def _plan(self, key: Any, args: Sequence[Any]) -> tuple[Any, ...]:
+        if not self._aliases_as_traced(args):
+            return self._run_as_traced(args)
         count = args[self._ints[0]] if self._ints else 0
         target = self._target(key, count)
-        if target is None or target in self._failed:
+        if target is None or not self._is_wanted(target):
             return self._run_compiled(args)
-        variant = self._by_target.get(target)
-        if variant is None and not self._is_due(target):
-            return self._run_compiled(args)
-        if target.size != count and not self._padding_is_proved(target.size, args, count):
-            return self._plan(key, args)  # sizes are exact from here on
-        if variant is None:
+        if target.size != count and target.size not in self._proved:
+            target = self._prove(target, key, args, count)
+            if target is None or not self._is_wanted(target):
+                return self._run_compiled(args)
+        if target not in self._by_target:
             return self._capture(key, target, args, count)
-        self._variants[key] = (variant, count)
+        self._bind(key, self._by_target[target], args, count)
         return self(*args)
+
+    def _is_wanted(self, target: Target) -> bool:
+        """Whether a graph is there for `target`, or is to be captured now."""
+        return target in self._by_target or (target not in self._failed and self._is_due(target))
 
     def _target(self, key: Any, count: int) -> Target | None:
         """What to capture for a call; None: run it compiled, for a reason now in the report."""
@@ -168,7 +184,7 @@ class PlainCaller:
             after = self.options.capture_after
             self._note(ReasonCode.NOT_SEEN_TWICE, "new sizes", f"ran compiled: a size is captured at its call {after}")
             return False
-        if self.report.num_captures >= self.options.max_captures:
+        if self.report.num_captures >= self.options.max_captures and not self._replaces_another(target):
             self._note(
                 ReasonCode.TOO_MANY_CAPTURES, "captures", f"there are {self.report.num_captures} variants already",
                 "raise options={'max_captures': ...}, or give fewer capture_sizes",
@@ -176,17 +192,35 @@ class PlainCaller:
             return False
         return True
 
-    def _padding_is_proved(self, size: int, args: Sequence[Any], count: int) -> bool:
-        if size in self._proved:
-            return True
-        static = StaticInputs(self.program.inputs, self._copied, self.dim, size, args, self._rules)
-        why = why_padding_matters(self.program, args, static, count, size)
+    def _prove(self, target: Target, key: Any, args: Sequence[Any], count: int) -> Target | None:
+        """Try whether padding is harmless. Returns what to capture now, given the answer; None: nothing."""
+        exact = Target(count, True, key[: len(self._ints)], target.addresses)
+        name = says_nothing(self.program, args, self.rules)
+        if name is not None:
+            self._note(
+                ReasonCode.CROSS_ROW, name, "all of it is 0, which proves nothing: this call's size is taken exactly",
+                f"call the model with other values, or declare options={{'padding': {{{name!r}: 'zero'}}}}",
+            )
+            return exact
+        try:
+            with torch.no_grad():
+                static = self._static_inputs(target.size, args)
+                why = why_padding_matters(
+                    self.program, args, static, self.rules, count, target.size, thorough=not self._proved
+                )
+        except Exception as error:
+            if _is_out_of_memory(error):
+                self._drop(error, target)
+                return None
+            why = f"the model does not run on padded rows ({type(error).__name__}: {error})"
         if why is None:
-            self._proved.add(size)
-            return True
+            self._proved.add(target.size)
+            return target
+        # What was proved for other sizes was by chance.
         self._sizes = ()
+        self._bound = {k: b for k, b in self._bound.items() if b.count == b.variant.target.size}
         self._note(ReasonCode.CROSS_ROW, "padding", f"{why}: sizes are captured exactly from now on")
-        return False
+        return exact
 
     def _can_pad(self) -> bool:
         inputs = self.program.inputs
@@ -203,9 +237,29 @@ class PlainCaller:
         return (
             len(symbols) == 1
             and not self.program.is_random
+            and any(self.dim.dims(inputs[i].fake) for i in self.copied)  # else the int is a number, not a size
             and not any(self.dim.dims(inputs[i].fake) for i in self._pinned)
             and (self.mode.mixed is CUDAGraphMode.PIECEWISE or not padding_would_break)
         )
+
+    def _aliases_as_traced(self, args: Sequence[Any]) -> bool:
+        """Whether written memory is shared by the same inputs, at the same distances, as in the trace."""
+        if not self._written:
+            return True
+        inputs = self.program.inputs
+        storages = [args[i].untyped_storage().data_ptr() if args[i].numel() else -1 - i for i in self._tensors]
+        written = {s for i, s in zip(self._tensors, storages, strict=True) if inputs[i].storage in self._written}
+        first: dict[int, int] = {}
+        traced: dict[int, int] = {}
+        for i, storage in zip(self._tensors, storages, strict=True):
+            fake = inputs[i].fake
+            expected = traced.setdefault(inputs[i].storage, i) if inputs[i].storage in self._written else i
+            if (first.setdefault(storage, i) if storage in written else i) != expected and args[i].numel():
+                return False
+            distance = fake.storage_offset() - inputs[expected].fake.storage_offset()
+            if isinstance(distance, int) and args[i].storage_offset() - args[expected].storage_offset() != distance:
+                return False
+        return True
 
     # Capturing.
 
@@ -214,25 +268,44 @@ class PlainCaller:
         if breaks is None:
             return self._run_compiled(args)
         self._note_moved(target)
-        static = StaticInputs(self.program.inputs, self._copied, self.dim, target.size, args, self._rules)
-        rows = RealRows(count)
-        padded = Padded(self.dim, target.size, rows) if self._sizes and not target.exact else None
         saved = None
         try:
             saved = SavedState(self.program, args)
-            static.copy_in(args, count)
+            static = self._static_inputs(None if target.exact else target.size, args)
+            rows = RealRows(count)
+            padded = None if target.exact else Padded(self.dim, target.size, rows)
             with capture_session(self.recorder), torch.no_grad():
+                static.bind(count)(args)
                 captured = self.program.capture(
                     static.args, recorder=self.recorder, records=lambda s: not breaks(s), execute=True, padded=padded
                 )
         except Exception as error:
             if saved is not None:
-                saved.restore()
-            return self._drop(error, target, args)
+                with torch.no_grad():
+                    saved.restore()
+            self._drop(error, target)
+            return self._run_compiled(args)
         variant = Variant(captured, static, rows, target, self._size_report(captured, target), _addresses(args))
         self._by_target[target] = variant
-        self._variants[key] = (variant, count)
-        return self.outputs.hand_out(captured.outputs, args, count)
+        return self._bind(key, variant, args, count).hand_out(args)
+
+    def _static_inputs(self, size: int | None, args: Sequence[Any]) -> StaticInputs:
+        """Buffers of a padded size, or (None) of exactly these arguments."""
+        with torch.inference_mode(False):  # buffers made in inference mode could not be written outside of it
+            return StaticInputs(
+                self.program.inputs, self.copied, args, self.rules, dim=self.dim, size=size, memory=self._memory
+            )
+
+    def _bind(self, key: Any, variant: Variant, args: Sequence[Any], count: int) -> Bound:
+        real = None if variant.target.exact else count
+        inputs = self.program.inputs
+        written = frozenset(
+            args[i].untyped_storage().data_ptr() for i in self._pinned
+            if inputs[i].storage in self._written and args[i].numel()
+        )
+        hand_out = self.outputs.bind(variant.captured.outputs, variant.static.args, real)
+        bound = self._bound[key] = Bound(variant, count, variant.static.bind(count), hand_out, written)
+        return bound
 
     def _breaks(self, target: Target) -> Callable[[Step], bool] | None:
         """Which breakpoints break the graphs of `target`; None where the mode wants no graph that is broken."""
@@ -240,7 +313,7 @@ class PlainCaller:
 
         def breaks(step: Step) -> bool:
             assert step.breakpoint is not None
-            narrowed = step.wants_real_rows and bool(self._sizes) and not target.exact
+            narrowed = step.wants_real_rows and not target.exact
             return not records_full or not step.breakpoint.capturable or narrowed
 
         steps = self.program.steps
@@ -254,15 +327,13 @@ class PlainCaller:
             return None
         return breaks
 
-    def _drop(self, error: Exception, target: Target, args: Sequence[Any]) -> tuple[Any, ...]:
+    def _drop(self, error: Exception, target: Target) -> None:
         """Recording failed: this target alone runs compiled from now on."""
         self._failed.add(target)
-        out_of_memory = isinstance(error, torch.OutOfMemoryError | MemoryError)
         self._note(
-            ReasonCode.OUT_OF_MEMORY if out_of_memory else ReasonCode.CAPTURE_FAILED, _sizes_text(target),
+            ReasonCode.OUT_OF_MEMORY if _is_out_of_memory(error) else ReasonCode.CAPTURE_FAILED, _sizes_text(target),
             f"{type(error).__name__}: {error}", "it runs compiled; the other sizes are not affected",
         )
-        return self._run_compiled(args)
 
     def _capture_again(self, key: Any, args: Sequence[Any], variant: Variant) -> tuple[Any, ...]:
         moved = [self.program.inputs[i].name for i in self._pinned if variant.addresses[i] != _address(args[i])]
@@ -270,19 +341,28 @@ class PlainCaller:
             ReasonCode.INPUT_MOVED, moved[0], f"{len(moved)} recorded tensor(s) moved: captured again",
             "update parameters in place instead of replacing them",
         )
-        self.report.sizes.remove(variant.report)
-        self._by_target.pop(variant.target, None)
-        self._variants = {k: v for k, v in self._variants.items() if v[0] is not variant}
+        self._forget(variant)
         return self._plan(key, args)
 
+    def _forget(self, variant: Variant) -> None:
+        self.report.sizes.remove(variant.report)
+        self._by_target.pop(variant.target, None)
+        self._bound = {k: b for k, b in self._bound.items() if b.variant is not variant}
+
+    def _replaces_another(self, target: Target) -> bool:
+        """Make room: the oldest graphs of the same size at other addresses go, since those tensors are likely gone."""
+        for other, variant in self._by_target.items():
+            if _differs_in_addresses_only(other, target):
+                self._forget(variant)
+                return True
+        return False
+
     def _note_moved(self, target: Target) -> None:
-        if any(t.size == target.size and t.sizes == target.sizes for t in self._by_target):
-            name = self.program.inputs[self._moving[0]].name if self._moving else "input"
-            if self._moving:
-                self._note(
-                    ReasonCode.INPUT_MOVED, name, "it is written by the model and is elsewhere now: captured again",
-                    "keep one tensor and write into it",
-                )
+        if any(_differs_in_addresses_only(other, target) for other in self._by_target):
+            self._note(
+                ReasonCode.INPUT_MOVED, self.program.inputs[self._moving[0]].name,
+                "it is written by the model and is elsewhere now: captured again", "keep one tensor and write into it",
+            )
 
     def _size_report(self, captured: CapturedProgram, target: Target) -> SizeReport:
         mode = CUDAGraphMode.PIECEWISE if captured.eager else CUDAGraphMode.FULL
@@ -297,16 +377,18 @@ class PlainCaller:
         logger.info("captured %s: %d graphs in %.0f ms", text, captured.num_graphs, captured.seconds * 1e3)
         return report
 
-    def _storages(self, args: Sequence[Any]) -> list[int]:
-        return [args[i].untyped_storage().data_ptr() if args[i].numel() else -1 - i for i in self._tensors]
-
     def _note(self, code: ReasonCode, subject: str, detail: str, hint: str = "") -> None:
         self.report.reasons.add(Reason(code, subject, detail, hint))
 
 
+def written_storages(program: Program) -> frozenset[int]:
+    """Numbers of the inputs' storages that the program writes to."""
+    return frozenset(i.storage for i in program.inputs if i.is_written)
+
+
 def own_address_inputs(program: Program) -> list[int]:
     """Inputs recorded where they are: parameters, and whatever shares memory with something the program writes."""
-    written = {i.storage for i in program.inputs if i.is_written}
+    written = written_storages(program)
     return [
         n for n, i in enumerate(program.inputs)
         if isinstance(i.fake, torch.Tensor) and (i.is_static or i.storage in written)
@@ -323,10 +405,10 @@ def padding_rule(padding: Any, name: str, fake: Any) -> str:
     return default_rule(fake) if isinstance(fake, torch.Tensor) else "leave"
 
 
-def same_addresses(args: Sequence[Any], addresses: list[int], indices: tuple[int, ...]) -> bool:
+def same_addresses(args: Sequence[Any], addresses: list[int], indices: list[int]) -> bool:
     """Whether the tensors at `indices` still lie at `addresses` (one per argument)."""
     if _same_addresses_native is not None:
-        return _same_addresses_native(list(args), addresses, list(indices))
+        return _same_addresses_native(list(args), addresses, indices)
     return all(args[i].data_ptr() == addresses[i] for i in indices)
 
 
@@ -342,10 +424,12 @@ def _address(value: Any) -> int:
     return value.data_ptr() if isinstance(value, torch.Tensor) else 0
 
 
-def _pattern(storages: Sequence[int]) -> tuple[int, ...]:
-    """Which of the storages are the same one: (a, b, a) -> (0, 1, 0)."""
-    first: dict[int, int] = {}
-    return tuple(first.setdefault(s, n) for n, s in enumerate(storages))
+def _differs_in_addresses_only(one: Target, other: Target) -> bool:
+    return (one.size, one.exact, one.sizes) == (other.size, other.exact, other.sizes) and one != other
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    return isinstance(error, torch.OutOfMemoryError | MemoryError)
 
 
 def _sizes_text(target: Target) -> str:

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from piecewise_backend.breakpoints import Breakpoint
 from piecewise_backend.cudagraph.recorder import GraphRecorder
-from piecewise_backend.cudagraph.rows import RealRows, TokenDim
+from piecewise_backend.cudagraph.rows import RealRows, TokenDim, copy_into
 from piecewise_backend.facts import Forbidden
 
 logger = logging.getLogger(__name__)
@@ -150,8 +150,7 @@ class _Walk:
             self.recorder.begin()
             self.open = True
         results = self.recorder.call(step.run, args, opaque=step.opaque)
-        given = {_address(a) for a in args}
-        self.pooled |= {_address(r) for r in results} - given
+        self.pooled |= {_address(r) for r in results} - {_address(a) for a in args} - {0}
         if step.breakpoint is not None:
             self.recorded.append(step.name)
         return results
@@ -201,7 +200,7 @@ def _bound_call(run: Callable[..., Any], args: list[Any], results: tuple[Any, ..
     def call() -> None:
         new = run(*args)
         for index, static in fresh:
-            static.copy_(new[index])
+            copy_into(static, new[index])
 
     return call
 
@@ -215,7 +214,7 @@ def run_on_real_rows(step: Step, args: Sequence[Any], padded: Padded) -> tuple[A
     for i, (value, fake) in enumerate(zip(new, step.output_fakes, strict=True)):
         if isinstance(value, torch.Tensor) and _address(value) not in given and dim.dims(fake):
             results[i] = dim.empty(fake, padded.size)
-            dim.narrow(results[i], fake, count).copy_(value)
+            copy_into(dim.narrow(results[i], fake, count), value)
     return tuple(results)
 
 
@@ -237,7 +236,7 @@ def _narrowed_call(step: Step, kept: list[Any], results: tuple[Any, ...], padded
         inputs, outputs = bound[count]
         new = step.run(*inputs)
         for index, static in outputs:
-            static.copy_(new[index])
+            copy_into(static, new[index])
 
     return call
 
@@ -248,7 +247,7 @@ def capture_session(recorder: GraphRecorder) -> Iterator[None]:
 
     A collection in the middle of a recording could free device memory, which a CUDA capture does not allow.
     """
-    enabled = gc.isenabled()
+    enabled, frozen_before = gc.isenabled(), gc.get_freeze_count()
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -256,6 +255,7 @@ def capture_session(recorder: GraphRecorder) -> Iterator[None]:
         with recorder.session():
             yield
     finally:
-        gc.unfreeze()
+        if not frozen_before:  # else the user froze objects, which are to stay frozen
+            gc.unfreeze()
         if enabled:
             gc.enable()

@@ -18,7 +18,10 @@ _ALLOCATIONS = frozenset(
     }
 )
 # Tagged as having a dynamic shape, but only where an index is a mask.
-_INDEXING = frozenset({torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default, torch.ops.aten.index_put.default})
+_INDEXING = frozenset(
+    {torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default, torch.ops.aten.index_put.default}
+)
+_MASK_TYPES = (torch.bool, torch.uint8)
 
 
 class CaptureRefused(RuntimeError):
@@ -28,7 +31,7 @@ class CaptureRefused(RuntimeError):
 def why_uncapturable(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
     """Why a CUDA graph cannot record this call; None when it can."""
     if func in _INDEXING:
-        masks = [i for i in tree_leaves(args[1]) if isinstance(i, torch.Tensor) and i.dtype in (torch.bool, torch.uint8)]
+        masks = [i for i in tree_leaves(args[1]) if isinstance(i, torch.Tensor) and i.dtype in _MASK_TYPES]
         return "a boolean mask selects a data-dependent number of rows" if masks else None
     if torch.Tag.dynamic_output_shape in func.tags:
         return "its output shape depends on data, which the host must wait for"
@@ -63,14 +66,23 @@ def launches_work(func: torch._ops.OpOverload) -> bool:
     if func in _ALLOCATIONS:
         return False
     if func.is_view:
-        return False
+        # `to`, `reshape` and `contiguous` have the schema of a view but may copy. They are seen whole, instead of as
+        # what they consist of, for tensors made in inference mode.
+        return is_composite(func)
     returns = func._schema.returns
     if returns:  # sizes and strides are answered by the host
         return any("Tensor" in str(r.type) for r in returns)
     return any("Tensor" in str(a.type) for a in func._schema.arguments)
 
 
-def written_arguments(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+def is_composite(func: torch._ops.OpOverload) -> bool:
+    """Whether an operator consists of others, so that its schema alone does not say what it does."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+
+
+def written_arguments(
+    func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> list[torch.Tensor]:
     """The tensors that a call writes to, by its schema."""
     written: list[torch.Tensor] = []
     for position, argument in enumerate(func._schema.arguments):

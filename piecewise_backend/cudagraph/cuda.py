@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from piecewise_backend.cudagraph.recorder import unowned
+
 
 class CudaGraphRecorder:
     """Records what is launched on its stream. Nothing is carried out while recording: replay to do so."""
@@ -17,7 +19,9 @@ class CudaGraphRecorder:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._pool = torch.cuda.graph_pool_handle()
+        # The pool outlives its graphs: capturing into one whose last graph is gone fails an assertion of the allocator.
+        self._owner = torch.cuda.MemPool()
+        self._pool: Any = self._owner.id
         self._stream = torch.cuda.Stream(device)
         self._graph: torch.cuda.CUDAGraph | None = None
         self._graph_bytes = 0
@@ -58,20 +62,8 @@ class CudaGraphRecorder:
 
     def weaken(self, tensor: torch.Tensor) -> torch.Tensor:
         """The same memory without a reference to it: graphs keep their pool alive as a whole."""
-        if tensor.device.type != "cuda" or tensor.layout is not torch.strided:
-            return tensor
-        storage = tensor.untyped_storage()
-        unowned = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), tensor.device, storage.nbytes())
-        metadata = {
-            "nbytes": storage.nbytes(),
-            "data_ptr": storage.data_ptr(),
-            "size": tuple(tensor.shape),
-            "stride": tensor.stride(),
-            "dtype": tensor.dtype,
-            "device": tensor.device,
-            "storage_offset": tensor.storage_offset(),
-        }
-        return torch._C._construct_CUDA_Tensor_From_Storage_And_Metadata(metadata, unowned)
+        recorded = isinstance(tensor, torch.Tensor) and tensor.device.type == "cuda" and tensor.layout is torch.strided
+        return unowned(tensor) if recorded else tensor
 
     def memory_bytes(self) -> int:
         return self._graph_bytes

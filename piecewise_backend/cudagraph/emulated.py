@@ -8,6 +8,7 @@ as ints) before that other graph runs. What a CUDA graph refuses, it refuses by 
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,44 +19,59 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from piecewise_backend.cudagraph.checks import (
     CaptureRefused,
+    is_composite,
     launches_work,
     why_uncapturable,
     written_arguments,
 )
+from piecewise_backend.cudagraph.recorder import unowned
+from piecewise_backend.cudagraph.rows import copy_into
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class _Block:
-    """One storage of the pool. `own` counts the recorder's references, which do not keep it from being reused."""
+    """One storage of the pool. Only values that somebody still needs refer to `storage`; what a recording keeps of
+    it are addresses, so it is free exactly when a block of a real pool would be."""
 
     storage: torch.UntypedStorage
-    own: int = 1  # the reference of `storage` itself
     poisoned: bool = False
 
     def is_free(self) -> bool:
-        return torch._C._storage_Use_Count(self.storage._cdata) <= self.own
+        return torch._C._storage_Use_Count(self.storage._cdata) <= 1
+
+    def scribble(self) -> None:
+        self.storage.fill_(0xFF)  # type: ignore[attr-defined]
 
     def poison(self) -> None:
-        self.storage.fill_(0xFF)
-        self.poisoned = True
+        if not self.poisoned:
+            self.scribble()
+            self.poisoned = True
 
 
 @dataclass(slots=True, eq=False)
 class EmulatedGraph:
-    """One recording: calls in order, and the blocks it makes valid or may destroy."""
+    """One recording: calls in order, the blocks it makes, and those of other graphs that it may destroy."""
 
     calls: list[Callable[[], None]] = field(default_factory=list)
     made: list[_Block] = field(default_factory=list)
-    reusable: list[_Block] = field(default_factory=list)
+    free_before: list[weakref.ref[_Block]] = field(default_factory=list)
+    """Blocks that nobody needed when the recording began: a real graph's own values may lie there."""
+    free_after: list[weakref.ref[_Block]] = field(default_factory=list)
+    """The same when it ended."""
 
     def replay(self) -> None:
-        for block in self.reusable:
-            if not block.poisoned:
-                block.poison()
-        for call in self.calls:
-            call()
+        _poison(self.free_before)
         for block in self.made:
             block.poisoned = False
+        for call in self.calls:
+            call()
+        _poison(self.free_after)
+
+
+def _poison(blocks: list[weakref.ref[_Block]]) -> None:
+    for reference in blocks:
+        if (block := reference()) is not None:
+            block.poison()
 
 
 class EmulatedRecorder:
@@ -66,7 +82,8 @@ class EmulatedRecorder:
 
     def __init__(self, *, poison: bool = True) -> None:
         self._poison = poison
-        self._blocks: dict[int, _Block] = {}
+        # By the storage's identity. Graphs own their blocks: a graph that is dropped gives its memory back.
+        self._blocks: weakref.WeakValueDictionary[int, _Block] = weakref.WeakValueDictionary()
         self._graph: EmulatedGraph | None = None
 
     @contextlib.contextmanager
@@ -75,20 +92,26 @@ class EmulatedRecorder:
 
     def begin(self) -> None:
         assert self._graph is None, "a graph is already being recorded"
-        self._graph = EmulatedGraph()
-        if self._poison:
-            self._graph.reusable = [block for block in self._blocks.values() if block.is_free()]
-            for block in self._graph.reusable:
-                if not block.poisoned:
-                    block.poison()
+        self._graph = EmulatedGraph(free_before=self._let_reuse())
 
     def end(self) -> EmulatedGraph:
         graph, self._graph = self._graph, None
         assert graph is not None, "no graph is being recorded"
+        for block in graph.made:
+            block.poisoned = False
+        graph.free_after = self._let_reuse()
         return graph
 
     def abort(self) -> None:
         self._graph = None
+
+    def _let_reuse(self) -> list[weakref.ref[_Block]]:
+        """Poison whatever nobody needs at this moment; the graph does so again at every replay."""
+        if not self._poison:
+            return []
+        free = [weakref.ref(block) for block in self._blocks.values() if block.is_free()]
+        _poison(free)
+        return free
 
     def call(self, run: Callable[..., Any], args: Sequence[Any], *, opaque: bool) -> Any:
         assert self._graph is not None, "no graph is being recorded"
@@ -100,7 +123,7 @@ class EmulatedRecorder:
         return results
 
     def record(self, func: Callable[..., Any], args: Any, kwargs: Any, results: Any, *, always: bool) -> None:
-        """Keep one call that has just been carried out, with aliases of its tensors in place of the tensors.
+        """Keep one call that has just been carried out, with addresses of its tensors in place of the tensors.
 
         `always`: repeat it even if it makes no new tensor, since it writes into its arguments.
         """
@@ -113,17 +136,15 @@ class EmulatedRecorder:
         for tensor, is_fresh in zip(_tensors(results), fresh, strict=True):
             if is_fresh:
                 self._own_block(tensor, graph)
-        keep_args, keep_kwargs, kept = (tree_map(self._alias, value) for value in (args, kwargs, results))
-        outputs = [t for t, is_fresh in zip(_tensors(kept), fresh, strict=True) if is_fresh]
-        if not outputs:
-            graph.calls.append(lambda: func(*keep_args, **keep_kwargs))
-            return
+        keep_args, keep_kwargs = tree_map(self.weaken, args), tree_map(self.weaken, kwargs)
+        outputs = [(i, self.weaken(t)) for i, t in enumerate(_tensors(results)) if fresh[i]]
 
         def again() -> None:
-            new = _tensors(func(*keep_args, **keep_kwargs))
-            for output, value, is_fresh in zip(_tensors(kept), new, fresh, strict=True):
-                if is_fresh:
-                    output.copy_(value)
+            new = func(*keep_args, **keep_kwargs)
+            if outputs:
+                made = _tensors(new)
+                for index, output in outputs:
+                    copy_into(output, made[index])
 
         graph.calls.append(again)
 
@@ -134,11 +155,15 @@ class EmulatedRecorder:
         for tensor in _tensors(results):
             block = self._own_block(tensor, graph)
             if self._poison:
-                block.poison()
-                graph.calls.append(block.poison)
+                block.scribble()
+                graph.calls.append(block.scribble)
 
-    def weaken(self, tensor: torch.Tensor) -> torch.Tensor:
-        return self._alias(tensor)
+    def weaken(self, tensor: Any) -> Any:
+        """The same memory without a reference to it, if it belongs to the pool; anything else as it is."""
+        if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
+            return tensor
+        block = self._blocks.get(tensor.untyped_storage()._cdata)
+        return tensor if block is None else unowned(tensor)
 
     def memory_bytes(self) -> int:
         return sum(block.storage.nbytes() for block in self._blocks.values())
@@ -152,16 +177,6 @@ class EmulatedRecorder:
             graph.made.append(block)
         return block
 
-    def _alias(self, value: Any) -> Any:
-        """The pool's own alias of a pooled tensor; anything else as it is."""
-        if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
-            return value
-        block = self._blocks.get(value.untyped_storage()._cdata)
-        if block is None:
-            return value
-        block.own += 1
-        return value.detach()
-
 
 class _RecordingMode(TorchDispatchMode):
     def __init__(self, recorder: EmulatedRecorder) -> None:
@@ -170,6 +185,9 @@ class _RecordingMode(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if is_composite(func):
+            with self:
+                return func.decompose(*args, **kwargs)
         why = why_uncapturable(func, args, kwargs)
         if why is not None:
             raise CaptureRefused(f"{func} cannot be recorded: {why}")

@@ -52,3 +52,14 @@ class GraphRecorder(Protocol):
 
     def memory_bytes(self) -> int:
         """Memory that recorded graphs hold so far, bytes."""
+
+
+def unowned(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory without a reference to it: whoever uses the result sees to it that the memory is there."""
+    storage = tensor.untyped_storage()
+    if not storage.nbytes():
+        return tensor
+    alias = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), tensor.device, storage.nbytes())
+    with torch.inference_mode(tensor.is_inference()):
+        empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return empty.set_(alias, tensor.storage_offset(), tensor.shape, tensor.stride())

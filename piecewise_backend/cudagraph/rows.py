@@ -1,11 +1,14 @@
-"""The one dimension whose size varies: what it is in each tensor, and how a padded tensor is cut to its real rows."""
+"""The dynamic dimension: sizes that depend on it, and cutting padded values to its real rows."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Any
 
+import sympy  # type: ignore[import-untyped]
 import torch
+
+_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 class RealRows:
@@ -30,11 +33,18 @@ class TokenDim:
     def __bool__(self) -> bool:
         return bool(self.symbols)
 
-    def evaluate(self, size: int | torch.SymInt, count: int) -> int:
-        """`size` when the dynamic dimension is `count`."""
-        if isinstance(size, int):
-            return size
-        return int(size.node.expr.xreplace(dict.fromkeys(self.symbols, count)))
+    def evaluate(self, number: Any, count: int) -> Any:
+        """`number`, a traced one perhaps, when the dynamic dimension is `count`."""
+        if not isinstance(number, _SYMBOLIC):
+            return number
+        value = number.node.expr.xreplace(dict.fromkeys(self.symbols, sympy.Integer(count)))
+        return number.node.pytype(value)
+
+    def layout(self, fake: torch.Tensor, count: int) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+        """(sizes, strides, offset in elements) of a traced tensor at `count`."""
+        sizes = tuple(self.evaluate(s, count) for s in fake.shape)
+        strides = tuple(self.evaluate(s, count) for s in fake.stride())
+        return sizes, strides, self.evaluate(fake.storage_offset(), count)
 
     def dims(self, fake: Any) -> tuple[int, ...]:
         """The dimensions of a traced tensor whose size depends on the dynamic dimension."""
@@ -46,15 +56,45 @@ class TokenDim:
         )
 
     def narrow(self, value: Any, fake: Any, count: int) -> Any:
-        """`value`, made for a larger count, cut to `count`: a view; a symbolic int becomes its value."""
-        if isinstance(fake, torch.SymInt):
-            return self.evaluate(fake, count)
+        """`value`, made for a larger count, cut to `count`: a view; a symbolic number becomes its value."""
+        if not isinstance(fake, torch.Tensor):
+            return self.evaluate(fake, count) if isinstance(fake, _SYMBOLIC) else value
         for dim in self.dims(fake):
             value = value.narrow(dim, 0, self.evaluate(fake.shape[dim], count))
         return value
 
     def empty(self, fake: torch.Tensor, count: int) -> torch.Tensor:
         """A new zeroed tensor with the sizes and strides of `fake` at `count`."""
-        sizes = [self.evaluate(s, count) for s in fake.shape]
-        strides = [self.evaluate(s, count) for s in fake.stride()]
-        return torch.empty_strided(sizes, strides, dtype=fake.dtype, device=fake.device).zero_()
+        sizes, strides, _ = self.layout(fake, count)
+        return zeros_strided(sizes, strides, fake.dtype, fake.device)
+
+
+def zeros_strided(
+    sizes: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """A new zeroed tensor; its strides may make elements overlap (an expanded tensor)."""
+    return torch.zeros(span(sizes, strides), dtype=dtype, device=device).as_strided(sizes, strides)
+
+
+def span(sizes: Iterable[int], strides: Iterable[int]) -> int:
+    """Elements of memory from the first to the last element of a tensor, both included."""
+    sizes = tuple(sizes)
+    return 0 if 0 in sizes else 1 + sum((n - 1) * s for n, s in zip(sizes, strides, strict=True))
+
+
+def expanded_dims(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Dimensions along which a tensor repeats the same memory. Such a tensor cannot be written as it is."""
+    return tuple(d for d, (n, s) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)) if s == 0 and n > 1)
+
+
+def copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy all elements, also where `target` repeats the same memory as `source` does."""
+    dims = expanded_dims(target)
+    first_along(target, dims).copy_(first_along(source, dims))
+
+
+def first_along(tensor: torch.Tensor, dims: Iterable[int]) -> torch.Tensor:
+    """The first element along each of `dims`, which stay."""
+    for dim in dims:
+        tensor = tensor.narrow(dim, 0, 1)
+    return tensor
