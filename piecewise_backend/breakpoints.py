@@ -25,12 +25,14 @@ class Breakpoint:
     """Whether its kernels may be recorded at all. An operator nobody vouched for always breaks."""
     owns_metadata: bool = False
     """Whether it knows the true number of rows itself (from metadata); else it is given the real rows only."""
+    compiled: bool = False
+    """Whether it is a kernel only once Inductor has compiled it; run as traced it would be right but slow."""
 
 
 _DEFAULTS = (
     Breakpoint(name="mrv2::attention", capturable=True, owns_metadata=True),
     Breakpoint(name="aten::scaled_dot_product_attention", capturable=True),
-    Breakpoint(name="higher_order::flex_attention", capturable=True),
+    Breakpoint(name="higher_order::flex_attention", capturable=True, compiled=True),
 )
 _FLASH_ATTENTION = ("_flash_attn_forward", "_flash_attn_varlen_forward", "_flash_attn_kvcache_forward")
 

@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from piecewise_backend.artifacts import ArtifactFolder, ArtifactUnreadable
+from piecewise_backend.breakpoints import target_names
 from piecewise_backend.environment import environment_text
 from piecewise_backend.names import unknown_name
 from piecewise_backend.reasons import Reason, ReasonCode, Reasons
@@ -67,6 +68,7 @@ class PieceCompiler:
         self.reasons = reasons
         self._environment: str | None = None
         self._done: dict[str, CompiledPiece] = {}
+        self._refused: set[str] = set()
 
     def key(self, structure: str) -> str:
         """What an artifact of a piece of this structure is kept under. ValueError for an unknown compiler option."""
@@ -90,6 +92,18 @@ class PieceCompiler:
             self.reasons.add(piece.fallback)
         self._done[key] = piece
         return piece
+
+    def compile_if_possible(self, module: fx.GraphModule, key: str) -> CompiledPiece | None:
+        """The same for an operator that also runs as traced; None, with a reason, where the compiler refuses it."""
+        if self.compiler != "inductor" or key in self._refused:
+            return None
+        try:
+            return self.compile(module, key)
+        except Exception as error:
+            self._refused.add(key)
+            detail = f"Inductor refuses it, it runs as traced: {type(error).__name__}: {str(error).splitlines()[0]}"
+            self.reasons.add(Reason(ReasonCode.COMPILER_UNAVAILABLE, _operator_name(module), detail))
+            return None
 
     def _compile(self, module: fx.GraphModule, key: str, sizes: list[torch.SymInt]) -> CompiledPiece:
         if self.compiler == "eager":
@@ -173,6 +187,10 @@ def check_compiler_options(options: Mapping[str, Any]) -> None:
                 "compiler option 'triton.cudagraphs' would record graphs inside the pieces that are recorded here; "
                 "leave it out: options={'mode': 'FULL_AND_PIECEWISE'} records the whole model"
             )
+
+
+def _operator_name(module: fx.GraphModule) -> str:
+    return next(target_names(n.target)[-1] for n in module.graph.nodes if n.op == "call_function")
 
 
 def _examples(module: fx.GraphModule) -> list[Any]:

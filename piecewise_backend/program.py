@@ -130,6 +130,8 @@ def build_program(gm: fx.GraphModule, graph: SplitGraph, facts: GraphFacts, comp
     for index, (segment, found) in enumerate(zip(graph.segments, facts.segments, strict=True)):
         if segment.breakpoint is None and found.launches:
             compiled[index] = compiler.compile(segment.module, compiler.key(segment.structure))
+        elif segment.breakpoint is not None and segment.breakpoint.compiled:
+            compiled[index] = compiler.compile_if_possible(segment.module, compiler.key(segment.structure))
 
     slot_of = {name: index for index, name in enumerate(graph.placeholders)}
     steps: list[Step] = []

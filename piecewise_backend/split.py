@@ -136,7 +136,8 @@ def _build(
             parts.setdefault(part_of[node], []).append(node)
     _read_symbols_from_placeholders(gm.graph, part_of)
     symbols = _symbol_sources(gm.graph)
-    inputs = {part: _inputs(nodes, part_of, part in breaks, symbols) for part, nodes in parts.items()}
+    compiled = {part for part in parts if part not in breaks or breaks[part].compiled}
+    inputs = {part: _inputs(nodes, part_of, part in compiled, symbols) for part, nodes in parts.items()}
     (output,) = (node for node in gm.graph.nodes if node.op == "output")
     used = set(output.all_input_nodes).union(*inputs.values())
     segments = tuple(
@@ -172,15 +173,15 @@ def _symbol_sources(graph: fx.Graph) -> dict[Any, fx.Node]:
 
 
 def _inputs(
-    nodes: list[fx.Node], part_of: dict[fx.Node, int], is_breakpoint: bool, symbols: dict[Any, fx.Node]
+    nodes: list[fx.Node], part_of: dict[fx.Node, int], is_compiled: bool, symbols: dict[Any, fx.Node]
 ) -> list[fx.Node]:
     """The values that a part takes from outside of it, in order of use."""
     part = part_of[nodes[0]]
     external = [n for n in dict.fromkeys(a for node in nodes for a in node.all_input_nodes) if part_of.get(n) != part]
     external = [n for n in external if n.op == "placeholder" or n in part_of]
-    if is_breakpoint:
+    if not is_compiled:
         return external
-    # A compiled piece needs the symbols of its inputs' shapes as inputs of their own.
+    # Compiled code needs the symbols of its inputs' shapes as inputs of their own.
     needed = dict.fromkeys(s for n in external for s in free_symbols(n.meta.get("example_value")))
     sources = [symbols[s] for s in needed if s in symbols and part_of.get(symbols[s], -1) < part]
     return list(dict.fromkeys([*sources, *external]))
