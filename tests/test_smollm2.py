@@ -1,0 +1,89 @@
+"""A real language model, token for token as transformers generates it, in every mode."""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from attention.huggingface import _locate, load
+from piecewise_backend.compile import forget_compiled_pieces
+from piecewise_backend.runner import LLM, SamplingParams
+
+LENGTHS = [1, 2, 3, 5, 8, 16, 17, 31, 33, 48, 64, 65, 100, 128, 150, 200]
+NEW_TOKENS = 32
+TEXT = "The history of mathematics deals with the origin of discoveries and the mathematical methods of the past. " * 20
+MODES = ["NONE", "PIECEWISE", "FULL", "FULL_AND_PIECEWISE"]
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> Any:
+    return load("smollm2")
+
+
+@pytest.fixture(scope="module")
+def prompts(smollm2: Any) -> list[list[int]]:
+    rng = random.Random(0)
+    tokens = smollm2.tokenizer(TEXT)["input_ids"]
+    return [tokens[(start := rng.randrange(50)) : start + length] for length in LENGTHS]
+
+
+@pytest.fixture(scope="module")
+def expected(prompts: list[list[int]]) -> list[list[int]]:
+    """What transformers' own generate gives, prompt by prompt."""
+    import transformers
+
+    folder, kwargs = _locate("smollm2")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **kwargs).eval()
+    found = []
+    with torch.no_grad():
+        for prompt in prompts:
+            ids = torch.tensor([prompt])
+            output = model.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False
+            )
+            found.append(output[0, len(prompt) :].tolist())
+    return found
+
+
+@pytest.fixture(scope="module")
+def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tmp_path_factory.mktemp("artifacts"))
+
+
+def start(smollm2: Any, mode: str, cache_dir: str) -> LLM:
+    options = {"recorder": "emulated", "capture_sizes": [1, 4, 8, 16, 64], "cache_dir": cache_dir}
+    return LLM(
+        smollm2.model, tokenizer=smollm2.tokenizer, mode=mode, options=options, device="cpu",
+        attention_backend="torch", max_num_tokens=64, max_num_reqs=16, max_model_len=256,
+    )
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_sixteen_prompts_in_one_batch_get_what_transformers_generates(
+    mode: str, smollm2: Any, prompts: list[list[int]], expected: list[list[int]], cache_dir: str
+) -> None:
+    torch._dynamo.utils.counters.clear()
+    llm = start(smollm2, mode, cache_dir)
+    completions = llm.generate(prompts, SamplingParams(max_tokens=NEW_TOKENS))
+    assert [c.token_ids for c in completions] == expected
+    report = llm.report
+    assert report.mode_resolved == mode
+    assert (report.num_pieces, report.num_breakpoints, len(report.compiled)) == (31, 30, 3)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1, "one trace for all sizes"
+    assert (report.num_replays > 0) == (mode != "NONE")
+    assert (report.uncaptured_runs > 0) == (mode == "NONE")
+    graphs = {s.descriptor.split()[0]: s.num_graphs for s in report.sizes}
+    assert graphs.get("FULL", 1) == 1
+    assert graphs.get("PIECEWISE", 31) == 31
+
+
+def test_pieces_kept_on_disk_are_not_compiled_again(
+    smollm2: Any, prompts: list[list[int]], expected: list[list[int]], cache_dir: str
+) -> None:
+    start(smollm2, "NONE", cache_dir)
+    forget_compiled_pieces()
+    llm = start(smollm2, "NONE", cache_dir)
+    assert list(llm.report.compiled.values()) == ["disk"] * 3
+    completions = llm.generate(prompts[:3], SamplingParams(max_tokens=4))
+    assert [c.token_ids for c in completions] == [e[:4] for e in expected[:3]]
