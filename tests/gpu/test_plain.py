@@ -1,5 +1,7 @@
 """Plain callers on real CUDA graphs, against eager."""
 
+import gc
+
 import pytest
 import torch
 from torch import nn
@@ -102,3 +104,47 @@ def test_random_numbers_differ_from_replay_to_replay() -> None:
     results = [call(x) for _ in range(5)]
     assert found[0].report.num_replays >= 3
     assert not torch.equal(results[-1], results[-2])
+
+
+@torch.no_grad()
+def test_graphs_are_recorded_again_after_all_earlier_ones_are_gone() -> None:
+    """R18: discarding every graph of the shared pool and recording into it again fails no assertion."""
+    model, x = Block().cuda(), torch.randn(8, 64, device="cuda")
+    for _ in range(3):
+        call, found = compiled(model)
+        for _ in range(4):
+            torch.testing.assert_close(call(x), model(x), atol=2e-3, rtol=2e-3)
+        assert found[0].report.num_replays >= 2
+        assert ReasonCode.CAPTURE_FAILED not in found[0].report.reasons.codes()
+        del call, found
+        torch._dynamo.reset()
+        gc.collect()
+
+
+@torch.library.custom_op("mrv2_tests::hidden_sync", mutates_args=())
+def hidden_sync(x: torch.Tensor) -> torch.Tensor:
+    return x * float(x.sum().item() > -1e9)
+
+
+@hidden_sync.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+@torch.no_grad()
+def test_a_recording_that_fails_harms_neither_later_recordings_nor_random_numbers() -> None:
+    class Fails(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return hidden_sync(x * 2) + 1
+
+    call, found = compiled(Fails())
+    x = torch.randn(8, 64, device="cuda")
+    for _ in range(4):
+        torch.testing.assert_close(call(x), x * 2 + 1)
+    assert ReasonCode.CAPTURE_FAILED in found[0].report.reasons.codes()
+    torch.randn(3, device="cuda")
+    model = Block().cuda()
+    call, found = compiled(model)
+    for _ in range(4):
+        torch.testing.assert_close(call(x), model(x), atol=2e-3, rtol=2e-3)
+    assert found[0].report.num_replays >= 2
