@@ -40,8 +40,14 @@ class Trial:
 
 
 def why_padding_matters(
-    program: Program, args: Sequence[Any], static: StaticInputs, rules: Sequence[str], count: int, size: int,
-    *, thorough: bool,
+    program: Program,
+    args: Sequence[Any],
+    static: StaticInputs,
+    rules: Sequence[str],
+    count: int,
+    size: int,
+    *,
+    thorough: bool,
 ) -> str | None:
     """Why a real row depends on padding when `count` rows are padded to `size`; None when none does.
 

@@ -73,7 +73,12 @@ class PlainCaller:
     """Calls one program on a caller's tensors, through graphs made by `recorder`."""
 
     def __init__(
-        self, program: Program, gm: fx.GraphModule, options: Options, recorder: GraphRecorder, report: Report,
+        self,
+        program: Program,
+        gm: fx.GraphModule,
+        options: Options,
+        recorder: GraphRecorder,
+        report: Report,
         sizes: tuple[int, ...],
     ) -> None:
         self.program, self.options, self.recorder, self.report = program, options, recorder, report
@@ -88,6 +93,12 @@ class PlainCaller:
         self.copied = [i for i in self._tensors if i not in self._pinned]
         self.rules = [padding_rule(options.padding, g.name, g.fake) for g in inputs]
         self._written = written_storages(program)
+        # Operators that are given real rows break padded graphs, but may be recorded where every row is real.
+        self._records_more_exactly = self.mode.decode is CUDAGraphMode.FULL and any(
+            step.wants_real_rows and step.breakpoint is not None and step.breakpoint.capturable
+            for step in program.breakpoints
+        )
+        self._can_capture = self._check_sizes_known()
         self._sizes = sizes if self._can_pad() else ()
         self._memory = StaticMemory(self._sizes[-1] if self._sizes else 0)
         self.outputs = OutputPlan(program, gm, self._pinned)
@@ -125,7 +136,9 @@ class PlainCaller:
 
     def _run_as_traced(self, args: Sequence[Any]) -> tuple[Any, ...]:
         self._note(
-            ReasonCode.INPUTS_ALIAS, "inputs", "they share memory in another pattern than when the graph was traced",
+            ReasonCode.INPUTS_ALIAS,
+            "inputs",
+            "they share memory in another pattern than when the graph was traced",
             "pass tensors that overlap in the same way at every call",
         )
         self.report.uncaptured_runs += 1
@@ -156,24 +169,30 @@ class PlainCaller:
 
     def _target(self, key: Any, count: int) -> Target | None:
         """What to capture for a call; None: run it compiled, for a reason now in the report."""
+        if not self._can_capture:
+            return None
         sizes, addresses = key[: len(self._ints)], key[len(self._ints) :]
         if not self._sizes:
             return Target(count, True, sizes, addresses)
         size = smallest_fitting(self._sizes, count)
         if size is None:
             self._note(
-                ReasonCode.ABOVE_ALL_SIZES, f"{count} rows", f"more than the largest capture size {self._sizes[-1]}",
+                ReasonCode.ABOVE_ALL_SIZES,
+                f"{count} rows",
+                f"more than the largest capture size {self._sizes[-1]}",
                 "add it to options={'capture_sizes': [...]}",
             )
             return None
         waste = (size - count) / size
         if waste > self.options.max_padding_waste:
             self._note(
-                ReasonCode.TOO_MUCH_PADDING, f"{count} rows", f"padding to {size} wastes {waste:.0%}",
+                ReasonCode.TOO_MUCH_PADDING,
+                f"{count} rows",
+                f"padding to {size} wastes {waste:.0%}",
                 "add a size to options={'capture_sizes': [...]}, or raise max_padding_waste",
             )
             return None
-        exact = size == count and any(step.wants_real_rows for step in self.program.breakpoints)
+        exact = size == count and self._records_more_exactly
         return Target(size, exact, sizes if exact else (), addresses)
 
     def _is_due(self, target: Target) -> bool:
@@ -186,7 +205,9 @@ class PlainCaller:
             return False
         if self.report.num_captures >= self.options.max_captures and not self._replaces_another(target):
             self._note(
-                ReasonCode.TOO_MANY_CAPTURES, "captures", f"there are {self.report.num_captures} variants already",
+                ReasonCode.TOO_MANY_CAPTURES,
+                "captures",
+                f"there are {self.report.num_captures} variants already",
                 "raise options={'max_captures': ...}, or give fewer capture_sizes",
             )
             return False
@@ -198,7 +219,9 @@ class PlainCaller:
         name = says_nothing(self.program, args, self.rules)
         if name is not None:
             self._note(
-                ReasonCode.CROSS_ROW, name, "all of it is 0, which proves nothing: this call's size is taken exactly",
+                ReasonCode.CROSS_ROW,
+                name,
+                "all of it is 0, which proves nothing: this call's size is taken exactly",
                 f"call the model with other values, or declare options={{'padding': {{{name!r}: 'zero'}}}}",
             )
             return exact
@@ -222,12 +245,26 @@ class PlainCaller:
         self._note(ReasonCode.CROSS_ROW, "padding", f"{why}: sizes are captured exactly from now on")
         return exact
 
+    def _check_sizes_known(self) -> bool:
+        """Graphs have fixed sizes, so none can be made where the data decides a size or a number between steps."""
+        for step in self.program.steps:
+            if any(not self.dim.decides(fake) for fake in step.output_fakes):
+                self._note(
+                    ReasonCode.PIECE_NOT_CAPTURABLE,
+                    step.name,
+                    "a result's size, or a number, depends on data: the whole graph runs without graphs",
+                    "break the graph there (torch._dynamo.graph_break())",
+                )
+                return False
+        return True
+
     def _can_pad(self) -> bool:
         inputs = self.program.inputs
         symbols = {i.fake.node.expr for i in inputs if isinstance(i.fake, torch.SymInt)}
         if len(symbols) > 1:
             self._note(
-                ReasonCode.SEVERAL_DYNAMIC_DIMS, "sizes",
+                ReasonCode.SEVERAL_DYNAMIC_DIMS,
+                "sizes",
                 f"{len(symbols)} independent dynamic dimensions: sizes are captured exactly",
                 "keep all but one dimension fixed (torch._dynamo.mark_static)",
             )
@@ -300,7 +337,8 @@ class PlainCaller:
         real = None if variant.target.exact else count
         inputs = self.program.inputs
         written = frozenset(
-            args[i].untyped_storage().data_ptr() for i in self._pinned
+            args[i].untyped_storage().data_ptr()
+            for i in self._pinned
             if inputs[i].storage in self._written and args[i].numel()
         )
         hand_out = self.outputs.bind(variant.captured.outputs, variant.static.args, real)
@@ -320,7 +358,9 @@ class PlainCaller:
         broken = [s.name for s in steps if (breaks(s) if s.breakpoint else s.forbidden is not None)]
         if broken and self.mode not in (CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL_AND_PIECEWISE):
             self._note(
-                ReasonCode.MODE_ADAPTED, _sizes_text(target), f"mode {self.mode.name} and {broken[0]} must break",
+                ReasonCode.MODE_ADAPTED,
+                _sizes_text(target),
+                f"mode {self.mode.name} and {broken[0]} must break",
                 "ask for mode FULL_AND_PIECEWISE",
             )
             self._failed.add(target)
@@ -331,14 +371,18 @@ class PlainCaller:
         """Recording failed: this target alone runs compiled from now on."""
         self._failed.add(target)
         self._note(
-            ReasonCode.OUT_OF_MEMORY if _is_out_of_memory(error) else ReasonCode.CAPTURE_FAILED, _sizes_text(target),
-            f"{type(error).__name__}: {error}", "it runs compiled; the other sizes are not affected",
+            ReasonCode.OUT_OF_MEMORY if _is_out_of_memory(error) else ReasonCode.CAPTURE_FAILED,
+            _sizes_text(target),
+            f"{type(error).__name__}: {error}",
+            "it runs compiled; the other sizes are not affected",
         )
 
     def _capture_again(self, key: Any, args: Sequence[Any], variant: Variant) -> tuple[Any, ...]:
         moved = [self.program.inputs[i].name for i in self._pinned if variant.addresses[i] != _address(args[i])]
         self._note(
-            ReasonCode.INPUT_MOVED, moved[0], f"{len(moved)} recorded tensor(s) moved: captured again",
+            ReasonCode.INPUT_MOVED,
+            moved[0],
+            f"{len(moved)} recorded tensor(s) moved: captured again",
             "update parameters in place instead of replacing them",
         )
         self._forget(variant)
@@ -360,8 +404,10 @@ class PlainCaller:
     def _note_moved(self, target: Target) -> None:
         if any(_differs_in_addresses_only(other, target) for other in self._by_target):
             self._note(
-                ReasonCode.INPUT_MOVED, self.program.inputs[self._moving[0]].name,
-                "it is written by the model and is elsewhere now: captured again", "keep one tensor and write into it",
+                ReasonCode.INPUT_MOVED,
+                self.program.inputs[self._moving[0]].name,
+                "it is written by the model and is elsewhere now: captured again",
+                "keep one tensor and write into it",
             )
 
     def _size_report(self, captured: CapturedProgram, target: Target) -> SizeReport:
@@ -369,8 +415,11 @@ class PlainCaller:
         sizes = target.size or "fixed"
         text = f"{mode.name}, {'exactly ' if target.exact else ''}{sizes} rows"
         report = SizeReport(
-            descriptor=text if target.size else f"{mode.name}, fixed sizes", num_tokens=target.size,
-            num_graphs=captured.num_graphs, seconds=captured.seconds, memory_bytes=captured.memory_bytes,
+            descriptor=text if target.size else f"{mode.name}, fixed sizes",
+            num_tokens=target.size,
+            num_graphs=captured.num_graphs,
+            seconds=captured.seconds,
+            memory_bytes=captured.memory_bytes,
             eager_ops=captured.eager,
         )
         self.report.sizes.append(report)
@@ -390,7 +439,8 @@ def own_address_inputs(program: Program) -> list[int]:
     """Inputs recorded where they are: parameters, and whatever shares memory with something the program writes."""
     written = written_storages(program)
     return [
-        n for n, i in enumerate(program.inputs)
+        n
+        for n, i in enumerate(program.inputs)
         if isinstance(i.fake, torch.Tensor) and (i.is_static or i.storage in written)
     ]
 

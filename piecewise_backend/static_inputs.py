@@ -53,8 +53,10 @@ class StaticInputs:
         self.args = list(args)
         if size is not None:
             memory = memory or StaticMemory(size)
-            self.args = [dim.evaluate(i.fake, size) if isinstance(i.fake, torch.SymInt) else a
-                         for i, a in zip(inputs, args, strict=True)]
+            self.args = [
+                dim.evaluate(i.fake, size) if isinstance(i.fake, torch.SymInt) else a
+                for i, a in zip(inputs, args, strict=True)
+            ]
         for index in self.copied:
             if size is None:
                 arg = args[index]

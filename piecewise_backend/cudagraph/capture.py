@@ -20,6 +20,7 @@ from piecewise_backend.facts import Forbidden
 
 logger = logging.getLogger(__name__)
 
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
     """One segment, ready to run on values in numbered slots."""

@@ -202,4 +202,3 @@ class _RecordingMode(TorchDispatchMode):
 
 def _tensors(value: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided]
-

@@ -40,6 +40,12 @@ class TokenDim:
         value = number.node.expr.xreplace(dict.fromkeys(self.symbols, sympy.Integer(count)))
         return number.node.pytype(value)
 
+    def decides(self, value: Any) -> bool:
+        """Whether a traced value's sizes, or the number that it is, depend on nothing but the inputs' sizes."""
+        numbers = (*value.shape, *value.stride()) if _is_strided(value) else (value,)
+        symbolic = (n.node.expr.free_symbols for n in numbers if isinstance(n, _SYMBOLIC))
+        return all(symbols <= self.symbols for symbols in symbolic)
+
     def layout(self, fake: torch.Tensor, count: int) -> tuple[tuple[int, ...], tuple[int, ...], int]:
         """(sizes, strides, offset in elements) of a traced tensor at `count`."""
         sizes = tuple(self.evaluate(s, count) for s in fake.shape)
@@ -51,7 +57,8 @@ class TokenDim:
         if not isinstance(fake, torch.Tensor):
             return ()
         return tuple(
-            d for d, size in enumerate(fake.shape)
+            d
+            for d, size in enumerate(fake.shape)
             if isinstance(size, torch.SymInt) and not self.symbols.isdisjoint(size.node.expr.free_symbols)
         )
 
@@ -67,6 +74,10 @@ class TokenDim:
         """A new zeroed tensor with the sizes and strides of `fake` at `count`."""
         sizes, strides, _ = self.layout(fake, count)
         return zeros_strided(sizes, strides, fake.dtype, fake.device)
+
+
+def _is_strided(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.layout is torch.strided
 
 
 def zeros_strided(
