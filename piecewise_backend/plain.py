@@ -17,7 +17,7 @@ from torch import fx
 from piecewise_backend.config import Options
 from piecewise_backend.cudagraph.capture import CapturedProgram, Padded, Step, capture_session
 from piecewise_backend.cudagraph.modes import CUDAGraphMode
-from piecewise_backend.cudagraph.recorder import GraphRecorder
+from piecewise_backend.cudagraph.recorder import GraphRecorder, unowned_all
 from piecewise_backend.cudagraph.rows import RealRows
 from piecewise_backend.cudagraph.sizes import smallest_fitting
 from piecewise_backend.outputs import HandOut, OutputPlan
@@ -178,17 +178,16 @@ class PlainCaller:
         if size is None:
             self._note(
                 ReasonCode.ABOVE_ALL_SIZES,
-                f"{count} rows",
-                f"more than the largest capture size {self._sizes[-1]}",
+                f"more than {self._sizes[-1]} rows",
+                "above the largest capture size",
                 "add it to options={'capture_sizes': [...]}",
             )
             return None
-        waste = (size - count) / size
-        if waste > self.options.max_padding_waste:
+        if (size - count) / size > self.options.max_padding_waste:
             self._note(
                 ReasonCode.TOO_MUCH_PADDING,
-                f"{count} rows",
-                f"padding to {size} wastes {waste:.0%}",
+                f"padding to {size} rows",
+                f"would waste more than {self.options.max_padding_waste:.0%}",
                 "add a size to options={'capture_sizes': [...]}, or raise max_padding_waste",
             )
             return None
@@ -198,6 +197,7 @@ class PlainCaller:
     def _is_due(self, target: Target) -> bool:
         if len(self._sightings) > _MANY_SIGHTINGS:  # addresses that never come again
             self._sightings.clear()
+            self._failed.clear()
         seen = self._sightings[target] = self._sightings.get(target, 0) + 1
         if seen < self.options.capture_after:
             after = self.options.capture_after
@@ -309,6 +309,9 @@ class PlainCaller:
         try:
             saved = SavedState(self.program, args)
             static = self._static_inputs(None if target.exact else target.size, args)
+            # The address is what counts: a cache that its owner lets go is not kept by the graphs that wrote to it.
+            for index, tensor in zip(self._moving, unowned_all([args[i] for i in self._moving]), strict=True):
+                static.args[index] = tensor
             rows = RealRows(count)
             padded = None if target.exact else Padded(self.dim, target.size, rows)
             with capture_session(self.recorder), torch.no_grad():

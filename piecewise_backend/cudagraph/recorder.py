@@ -56,10 +56,22 @@ class GraphRecorder(Protocol):
 
 def unowned(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory without a reference to it: whoever uses the result sees to it that the memory is there."""
+    return unowned_all([tensor])[0]
+
+
+def unowned_all(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """`unowned` of each tensor; those that share memory share it in the result."""
+    aliases: dict[int, Any] = {}
+    return [_unowned(tensor, aliases) for tensor in tensors]
+
+
+def _unowned(tensor: torch.Tensor, aliases: dict[int, Any]) -> torch.Tensor:
     storage = tensor.untyped_storage()
-    if not storage.nbytes():
+    address, num_bytes = storage.data_ptr(), storage.nbytes()
+    if not num_bytes:
         return tensor
-    alias = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), tensor.device, storage.nbytes())
+    if address not in aliases:
+        aliases[address] = torch._C._construct_storage_from_data_pointer(address, tensor.device, num_bytes)
     with torch.inference_mode(tensor.is_inference()):
         empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        return empty.set_(alias, tensor.storage_offset(), tensor.shape, tensor.stride())
+        return empty.set_(aliases[address], tensor.storage_offset(), tensor.shape, tensor.stride())

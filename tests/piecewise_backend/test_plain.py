@@ -1,6 +1,9 @@
+import gc
 import itertools
+import weakref
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -251,6 +254,27 @@ def test_caches_that_never_come_again_do_not_use_up_the_captures():
         check(compiled, model, rows(4), torch.zeros(3, 4).clone())
     assert compiled.report.num_captures <= 2
     assert ReasonCode.TOO_MANY_CAPTURES not in compiled.codes
+
+
+def test_a_cache_that_its_owner_lets_go_is_not_kept_by_its_graphs():
+    def model(x, cache):
+        cache.add_(1)
+        return x + cache[0], cache[1:]
+
+    compiled = Compiled(model, capture_sizes=(4,))
+    compiled(rows(4), torch.zeros(3, 4))
+    memory = np.zeros((3, 4), dtype=np.float32)
+    alive = weakref.ref(memory)
+    cache = torch.from_numpy(memory)
+    for _ in range(2):
+        _, part = compiled(rows(4), cache)
+    assert part.tolist() == [[2] * 4] * 2
+    assert compiled.report.num_replays == 1
+    del memory, cache
+    assert alive() is not None  # a result lies in it
+    del part
+    gc.collect()
+    assert alive() is None
 
 
 def test_a_parameter_that_was_replaced_is_captured_again():
