@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from piecewise_backend.cudagraph.checks import launches_work, why_uncapturable, written_arguments
 from piecewise_backend.regions import settings_kept
+from piecewise_backend.source_lines import source_line
 from piecewise_backend.split import Segment, SplitGraph
 
 _DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
@@ -144,17 +145,6 @@ def _inspect(module: fx.GraphModule) -> SegmentFacts:
 
 def _has_memory(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.layout is torch.strided
-
-
-def source_line(node: fx.Node) -> str:
-    """ "file:line, in function: code" of the user's line that made `node`."""
-    frames = [line.strip() for line in node.meta.get("stack_trace", "").splitlines()]
-    for index in range(len(frames) - 1, -1, -1):
-        if frames[index].startswith("File "):
-            code = frames[index + 1] if index + 1 < len(frames) else ""
-            place = frames[index].removeprefix("File ").replace('"', "").replace(", line ", ":")
-            return f"{place}: {code}"
-    return f"node {node.name}"
 
 
 class _Observer(TorchDispatchMode):

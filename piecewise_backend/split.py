@@ -24,6 +24,7 @@ from piecewise_backend.breakpoints import Breakpoint, match
 from piecewise_backend.containers import expand_containers, selects_from_container
 from piecewise_backend.regions import Regions, RegionWriter, find_regions
 from piecewise_backend.structure import structure_text
+from piecewise_backend.views import check_shapes_kept, rebuild_views
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,10 @@ def split(gm: fx.GraphModule, breakpoints: dict[str, Breakpoint]) -> SplitGraph:
     graph = working.graph
     regions = find_regions(graph)
     part_of, breaks = _assign(graph, breakpoints, regions.marks)
+    check_shapes_kept(graph, part_of)
     expand_containers(graph, part_of)
+    compiled = [part for part in set(part_of.values()) if part not in breaks or breaks[part].compiled]
+    rebuild_views(graph, part_of, compiled)
     return _build(working, part_of, breaks, regions)
 
 

@@ -343,3 +343,33 @@ def test_the_graph_that_was_handed_in_is_not_changed(x):
     with torch.no_grad():
         torch.compile(model, backend=backend)(x)
     assert seen == [True]
+
+
+@COMPILERS
+@DYNAMIC
+def test_views_of_one_value_enter_a_piece_as_one_input(x, compiler, dynamic):
+    def model(x):
+        a = x * 2
+        flat, rows = a.view(-1), x[1:]
+        left, right = a.chunk(2, -1)
+        added = a.add_(1)
+        y = triple(x)
+        flat.add_(1)
+        rows.mul_(2)
+        left.sub_(right)
+        z = triple(y)
+        return a + z, flat, added, rows.sum(), right + 1
+
+    (program,) = same_as_eager(model, x, compiler=compiler, dynamic=dynamic)
+    tensors = [sum(isinstance(f, torch.Tensor) for f in step.input_fakes) for step in program.steps]
+    assert tensors[2] == 2, "a and x"
+
+
+def test_a_shape_that_changes_in_place_across_a_breakpoint_is_an_error_with_the_line(x):
+    def model(x):
+        y = x * 2
+        y.unsqueeze_(0)
+        return triple(y)
+
+    with pytest.raises(Exception, match=r"y\.unsqueeze_\(0\). Use unsqueeze"):
+        same_as_eager(model, x)
