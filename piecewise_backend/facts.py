@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -120,7 +121,8 @@ def _inspect(module: fx.GraphModule) -> SegmentFacts:
     inspector = _Inspector(module)
     inputs = inspector.fake_inputs()
     observer = inspector.observer
-    with torch.no_grad(), settings_kept(), inspector.fake_context():
+    # The Python dispatcher, as when Dynamo traced: some operators' C++ would turn a symbolic size into a number.
+    with torch.no_grad(), settings_kept(), enable_python_dispatcher(), inspector.fake_context():
         outputs = inspector.run(*inputs)
     given: dict[int, int] = {}
     for position, value in enumerate(inputs):

@@ -104,3 +104,26 @@ def test_equal_segments_are_looked_at_once(monkeypatch):
 def test_numbers_inside_a_function_transform_do_not_disturb():
     _, facts = facts_of(lambda x: torch.vmap(torch.vmap(lambda row: row.sin() + 1))(x), torch.randn(2, 3, 4))
     assert [f.launches for f in facts.segments] == [True]
+
+
+def test_finding_facts_fixes_no_size_of_the_trace() -> None:
+    """Operators whose C++ reads sizes as numbers (a linear layer on three dimensions) leave them symbolic."""
+    linear, found = torch.nn.Linear(8, 8), []
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        y = linear(x)
+        return y @ y.transpose(1, 2) @ y + torch.nn.functional.layer_norm(y, (8,))
+
+    def backend(gm: torch.fx.GraphModule, example_inputs: object) -> object:
+        values = [n.meta["example_value"] for n in gm.graph.nodes if n.op == "placeholder"]
+        env = next(v for v in values if isinstance(v, torch.SymInt)).node.shape_env
+        before = (len(env.guards), dict(env.replacements))
+        find_facts(gm, split(gm, find_breakpoints()))
+        found.append((before, (len(env.guards), dict(env.replacements))))
+        return gm.forward
+
+    x = torch.randn(1, 6, 8)
+    torch._dynamo.mark_dynamic(x, 1)
+    with torch.no_grad():
+        torch.compile(forward, backend=backend)(x)
+    assert found[0][0] == found[0][1]
