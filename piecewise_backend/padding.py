@@ -7,6 +7,7 @@ may say little (a warm-up's zeros), so random ones are tried besides them.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -137,23 +138,33 @@ def _randomized(program: Program, static: StaticInputs, args: Sequence[Any], sig
 
 
 def _try_values(trial: Trial, args: Sequence[Any], count: int) -> str | None:
-    program, size = trial.program, trial.size
     trial.saved.restore()
-    exact = _results(trial, program.run(args), count)
-    padded = Padded(trial.dim, size, RealRows(count))
+    exact = _results(trial, trial.program.run(args), count)
     first: _Results = []
     for kind in range(NUM_RUBBISH):
-        trial.saved.restore()
-        _fill(trial, args, count, kind)
-        results = _results(trial, program.run(trial.static.args, padded=padded), count)
+        results = _results(trial, _run_with_rubbish(trial, args, count, kind), count)
         if kind == 0:
             first = results
             if (name := _first_difference(exact, results, close)) is not None:
-                return f"{name} at {count} rows differs from {count} rows padded to {size}"
+                return f"{name} at {count} rows differs from {count} rows padded to {trial.size}"
         elif (name := _first_difference(first, results, same)) is not None:
-            piece = _blame(trial, args, padded, kind)
+            piece = _blame(trial, args, count, kind)
             return f"{name} changes with the content of padded rows; the first to differ is {piece}"
     return None
+
+
+def _run_with_rubbish(
+    trial: Trial,
+    args: Sequence[Any],
+    count: int,
+    kind: int,
+    watch: Callable[[Step, Sequence[Any]], None] | None = None,
+) -> tuple[Any, ...]:
+    trial.saved.restore()
+    _fill(trial, args, count, kind)
+    rubbish = functools.partial(put_rubbish, kind=kind)
+    padded = Padded(trial.dim, trial.size, RealRows(count), rubbish)
+    return trial.program.run(trial.static.args, padded=padded, watch=watch)
 
 
 def _fill(trial: Trial, args: Sequence[Any], count: int, kind: int) -> None:
@@ -163,15 +174,20 @@ def _fill(trial: Trial, args: Sequence[Any], count: int, kind: int) -> None:
         fake = trial.program.inputs[index].fake
         if _is_known(trial.rules[index], fake):
             continue
-        if rows.dtype.is_floating_point or rows.dtype.is_complex:
-            large = min(torch.finfo(rows.dtype).max / 4, 1e30)
-            rows.fill_((float("nan"), large, -large)[kind])
-        elif rows.dtype is torch.bool:
-            rows.fill_(kind != 1)
-        elif kind == 0 or args[index].numel() == 0:
-            rows.fill_(0)
-        else:  # an index must stay valid, so only values that occur are used
-            rows.copy_((args[index].amax() if kind == 1 else args[index].amin()).expand_as(rows))
+        put_rubbish(rows, args[index], kind)
+
+
+def put_rubbish(rows: torch.Tensor, given: torch.Tensor, kind: int) -> None:
+    """Fill `rows` with rubbish number `kind`; `given` holds valid values of their sort."""
+    if rows.dtype.is_floating_point or rows.dtype.is_complex:
+        large = min(torch.finfo(rows.dtype).max / 4, 1e30)
+        rows.fill_((float("nan"), large, -large)[kind])
+    elif rows.dtype is torch.bool:
+        rows.fill_(kind != 1)
+    elif kind == 0 or given.numel() == 0:
+        rows.fill_(0)
+    else:  # an index must stay valid, so only values that occur are used
+        rows.copy_((given.amax() if kind == 1 else given.amin()).expand_as(rows))
 
 
 def _results(trial: Trial, outputs: Sequence[Any], count: int) -> _Results:
@@ -192,18 +208,16 @@ def _first_difference(
     return None
 
 
-def _blame(trial: Trial, args: Sequence[Any], padded: Padded, kind: int) -> str:
+def _blame(trial: Trial, args: Sequence[Any], count: int, kind: int) -> str:
     """The first step whose real rows differ between rubbish 0 and rubbish `kind`."""
     seen: list[list[torch.Tensor]] = []
-    dim, count = padded.dim, padded.rows.count
+    dim = trial.dim
 
     def real_rows(step: Step, results: Sequence[Any]) -> list[torch.Tensor]:
         pairs = zip(results, step.output_fakes, strict=True)
         return [dim.narrow(v, f, count).clone() for v, f in pairs if isinstance(v, torch.Tensor)]
 
-    trial.saved.restore()
-    _fill(trial, args, count, 0)
-    trial.program.run(trial.static.args, padded=padded, watch=lambda s, results: seen.append(real_rows(s, results)))
+    _run_with_rubbish(trial, args, count, 0, watch=lambda step, results: seen.append(real_rows(step, results)))
     names: list[str] = []
     others = iter(seen)
 
@@ -212,9 +226,7 @@ def _blame(trial: Trial, args: Sequence[Any], padded: Padded, kind: int) -> str:
         if not all(same(a, b) for a, b in pairs):
             names.append(step.name)
 
-    trial.saved.restore()
-    _fill(trial, args, count, kind)
-    trial.program.run(trial.static.args, padded=padded, watch=compare)
+    _run_with_rubbish(trial, args, count, kind, watch=compare)
     return names[0] if names else "a write to an input"
 
 

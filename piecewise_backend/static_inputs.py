@@ -84,14 +84,13 @@ class StaticInputs:
 
     def padded_rows(self, count: int) -> list[tuple[int, int, torch.Tensor]]:
         """(input, dimension, view) of every region past `count` real rows."""
-        regions = []
-        for index in self.copied if self._size is not None else ():
-            buffer, repeated = self.args[index], expanded_dims(self.args[index])
-            for dim in self._dim.dims(self._inputs[index].fake):
-                real, whole = self._extent(index, dim, count), buffer.shape[dim]
-                if whole > real and dim not in repeated:
-                    regions.append((index, dim, first_along(buffer.narrow(dim, real, whole - real), repeated)))
-        return regions
+        if self._size is None:
+            return []
+        return [
+            (index, dim, rows)
+            for index in self.copied
+            for dim, rows in self._dim.padded_regions(self.args[index], self._inputs[index].fake, count)
+        ]
 
     def _extent(self, index: int, dim: int, count: int) -> int:
         return self._dim.evaluate(self._inputs[index].fake.shape[dim], count)

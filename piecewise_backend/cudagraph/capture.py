@@ -56,6 +56,9 @@ class Padded:
     dim: TokenDim
     size: int
     rows: RealRows
+    rubbish: Callable[[torch.Tensor, torch.Tensor], None] | None = None
+    """Fills padded rows, given the whole tensor too, at each operator that is given real rows only. What they hold
+    there is left from other sizes, so a proof that padding is harmless has to try what it does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,6 +212,7 @@ def _bound_call(run: Callable[..., Any], args: list[Any], results: tuple[Any, ..
 def run_on_real_rows(step: Step, args: Sequence[Any], padded: Padded) -> tuple[Any, ...]:
     """Run an operator on views of the real rows of `args`; its results are padded again, with zeros."""
     dim, count = padded.dim, padded.rows.count
+    _fill_padded_rows(args, step.input_fakes, padded)
     new = step.run(*[dim.narrow(a, fake, count) for a, fake in zip(args, step.input_fakes, strict=True)])
     given = {_address(a) for a in args}
     results = list(new)
@@ -216,7 +220,15 @@ def run_on_real_rows(step: Step, args: Sequence[Any], padded: Padded) -> tuple[A
         if isinstance(value, torch.Tensor) and _address(value) not in given and dim.dims(fake):
             results[i] = dim.empty(fake, padded.size)
             copy_into(dim.narrow(results[i], fake, count), value)
+    _fill_padded_rows(results, step.output_fakes, padded)
     return tuple(results)
+
+
+def _fill_padded_rows(values: Sequence[Any], fakes: Sequence[Any], padded: Padded) -> None:
+    if padded.rubbish is not None:
+        for value, fake in zip(values, fakes, strict=True):
+            for _, rows in padded.dim.padded_regions(value, fake, padded.rows.count):
+                padded.rubbish(rows, value)
 
 
 def _narrowed_call(step: Step, kept: list[Any], results: tuple[Any, ...], padded: Padded) -> Callable[[], Any]:

@@ -70,6 +70,16 @@ class TokenDim:
             value = value.narrow(dim, 0, self.evaluate(fake.shape[dim], count))
         return value
 
+    def padded_regions(self, value: Any, fake: Any, count: int) -> list[tuple[int, torch.Tensor]]:
+        """(dimension, view) of each region of `value` past its real rows. What repeats other memory is left out."""
+        repeated = expanded_dims(value) if isinstance(value, torch.Tensor) else ()
+        regions = []
+        for dim in self.dims(fake):
+            real, whole = self.evaluate(fake.shape[dim], count), value.shape[dim]
+            if whole > real and dim not in repeated:
+                regions.append((dim, first_along(value.narrow(dim, real, whole - real), repeated)))
+        return regions
+
     def empty(self, fake: torch.Tensor, count: int) -> torch.Tensor:
         """A new zeroed tensor with the sizes and strides of `fake` at `count`."""
         sizes, strides, _ = self.layout(fake, count)

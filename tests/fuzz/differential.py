@@ -1,6 +1,7 @@
 """Random models through mrv2 against eager, and against the same compiled code without graphs.
 
     python -m tests.fuzz.differential --models 500 --seed 0 [--compiler eager|aot_eager|inductor]
+        [--device cpu|cuda]
 
 Of every call:
 
@@ -43,15 +44,19 @@ class EagerFails(Exception):
     """The model itself does not run: nothing to compare (happens while a failing model is made smaller)."""
 
 
-def run_spec(spec: Spec) -> Counter[str]:
-    """Run all calls of `spec`. Returns how often each event occurred; raises Mismatch, or what mrv2 raised."""
+def run_spec(spec: Spec, device: str = "cpu") -> Counter[str]:
+    """Run all calls of `spec`. Returns how often each event occurred; raises Mismatch, or what mrv2 raised.
+
+    On "cuda" real graphs are recorded; elsewhere the recorder is the emulated one.
+    """
     register_breakpoints()
     torch._dynamo.reset()
     torch._dynamo.config.recompile_limit = 64
-    ours, reference = Model(spec), Model(spec)
+    ours, reference = Model(spec).to(device), Model(spec).to(device)
     reports: list[Report] = []
-    compiled = torch.compile(ours, backend=_checked_backend(reports), options=spec.options)
-    arguments = Arguments(spec)
+    options = spec.options | {"recorder": "cuda" if device == "cuda" else "emulated"}
+    compiled = torch.compile(ours, backend=_checked_backend(reports), options=options)
+    arguments = Arguments(spec, device)
     earlier: list[tuple[str, Any, list[torch.Tensor | None]]] = []
     for index, call in enumerate(spec.calls):
         given = arguments.make(call)
@@ -241,10 +246,10 @@ def _events(reports: Sequence[Report]) -> Counter[str]:
 # Many models
 
 
-def failure(spec: Spec) -> Exception | None:
+def failure(spec: Spec, device: str = "cpu") -> Exception | None:
     """What goes wrong with `spec`; None when nothing does, or when it fails in eager too."""
     try:
-        run_spec(spec)
+        run_spec(spec, device)
     except EagerFails:
         return None
     except Exception as error:
@@ -252,14 +257,14 @@ def failure(spec: Spec) -> Exception | None:
     return None
 
 
-def shrink(spec: Spec) -> Spec:
+def shrink(spec: Spec, device: str = "cpu") -> Spec:
     """A smaller spec that fails in the same way."""
-    kind = type(failure(spec))
+    kind = type(failure(spec, device))
     smaller = True
     while smaller:
         smaller = False
         for candidate in smaller_specs(spec):
-            if type(failure(candidate)) is kind:
+            if type(failure(candidate, device)) is kind:
                 spec, smaller = candidate, True
                 break
     return spec
@@ -270,6 +275,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--models", type=int, default=500, help="how many models (default: 500)")
     parser.add_argument("--seed", type=int, default=0, help="the first model's seed; the others follow (default: 0)")
     parser.add_argument("--compiler", choices=("eager", "aot_eager", "inductor"), default="eager")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: real graphs (default: cpu)")
     parser.add_argument("--keep-going", action="store_true", help="list every failing seed; shrink none")
     args = parser.parse_args(argv)
     events: Counter[str] = Counter()
@@ -277,15 +283,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     for seed in _progress(range(args.seed, args.seed + args.models)):
         spec = random_spec(seed, compiler=args.compiler)
         try:
-            events += run_spec(spec)
+            events += run_spec(spec, args.device)
         except EagerFails as error:
             raise AssertionError(f"seed {seed} generates a model that eager cannot run\n{spec.describe()}") from error
         except Exception as error:
             failing.append(seed)
             print(f"\nseed {seed} fails: {type(error).__name__}: {str(error)[:2000]}", file=sys.stderr)
             if not args.keep_going:
-                small = shrink(spec)
-                print(f"smallest found, failing with: {failure(small)}\n{small.describe()}", file=sys.stderr)
+                small = shrink(spec, args.device)
+                print(
+                    f"smallest found, failing with: {failure(small, args.device)}\n{small.describe()}", file=sys.stderr
+                )
                 return 1
     print(", ".join(f"{name}: {count}" for name, count in sorted(events.items())))
     if failing:

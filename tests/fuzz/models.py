@@ -207,13 +207,13 @@ _ROW_WISE = [
     "{new} = {a}.to(torch.bfloat16).float()",
     "{new} = {a}.half().exp().float()",
     "{new} = {a} - {a}.amax(-1, keepdim=True)",
-    "{new} = {a} + torch.arange({a}.shape[0])[:, None] * 0.1",
+    "{new} = {a} + torch.arange({a}.shape[0], device=x.device)[:, None] * 0.1",
     "{new} = {a} + self.memory[:8].t()[0]",
     "{new} = torch.where({a} > 0, {b}, {a})",
     "{new} = {a}.masked_fill({b} > 1, 0.5)",
     "{new} = {a} + torch.zeros_like({b})",
     "{new} = {a} + {a}.argmax(-1)[:, None]",
-    "{new} = {a} + torch.tensor([1.0, 2.0])[0]",
+    "{new} = {a} + torch.tensor([1.0, 2.0], device=x.device)[0]",
     "ids: {new} = {a} + F.embedding(ids, self.table)",
     "ids: {new} = {a} * (ids % 3)[:, None]",
     "mask: {new} = torch.where(mask[:, None], {a}, {b})",
@@ -303,7 +303,7 @@ _BREAKS = [
     "{new}, _ = fuzz.pair({a}, {b})",
     "_, {new}_sum = fuzz.pair({a}, {b}); {new} = {a} * {new}_sum.view(-1, 1)",
     "{new} = torch.empty_like({a}); fuzz.write_out({a}, {new})",
-    "{new} = torch.empty({a}.shape[0], 16)[:, 4:12]; fuzz.write_out({a}, {new})",
+    "{new} = torch.empty({a}.shape[0], 16, device=x.device)[:, 4:12]; fuzz.write_out({a}, {new})",
     "{new} = fuzz.recordable({a}, {a}.shape[0])",
     "{new} = fuzz.center({a})",
     "{q} = {a}.view(1, -1, 2, 4).transpose(1, 2); "
@@ -319,7 +319,7 @@ _OUTPUTS = [
     "{a}", "{a}", "{a}", "{a} + 1", "{a}.t()", "{a}[:, :4]", "{a}.view(-1)", "{a}.shape[0]", "{a}.shape[0] * 2 + 1",
     "{a}[0]", "{a}.sum(-1)", "{a}[:, None].expand(-1, 3, 8)", "{a} > 0", "x", "x.t()", "x[:, 2:4]", "x.view(-1)",
     "self.total", "self.memory[:2]", "self.w0.t()", "None", "3", "{a}.half()", "{a}.argmax(-1)",
-    "{a}.unbind(-1)[1]", "torch.zeros(3)", "self.count + 1", "[{a}, {b}]", "{{'k': {a}}}",
+    "{a}.unbind(-1)[1]", "torch.zeros(3, device=x.device)", "self.count + 1", "[{a}, {b}]", "{{'k': {a}}}",
     "cache: cache", "cache: cache[1:3].t()", "y: y[:, :2]", "row: row + 1", "row: row", "scale: scale * 2",
     "xt: xt[1]", "x3: x3[0]", "ids: ids", "ids: ids + 1", "step: step + 1", "wide: wide",
 ]  # fmt: skip
@@ -342,7 +342,7 @@ def random_spec(seed: int, *, compiler: str = "eager") -> Spec:
         inputs=inputs,
         statements=statements,
         outputs=outputs,
-        options=_random_options(rng) | {"recorder": "emulated", "compiler": compiler},
+        options=_random_options(rng) | {"compiler": compiler},
         marked=rng.random() < 0.5,
         calls=_random_calls(rng),
     )
@@ -430,17 +430,17 @@ def _random_calls(rng: random.Random) -> tuple[Call, ...]:
 
 
 class Arguments:
-    """Makes the arguments of each call; `dynamic` names the dimension of each input that varies."""
+    """Makes the arguments of each call on `device`; `dynamic` names the dimension of each input that varies."""
 
     dynamic = {"x": 0, "y": 0, "ids": 0, "mask": 0, "slots": 0, "xt": 1, "x3": 1, "wide": 0}  # noqa: RUF012
 
-    def __init__(self, spec: Spec) -> None:
-        self.spec = spec
+    def __init__(self, spec: Spec, device: str = "cpu") -> None:
+        self.spec, self.device = spec, device
         self.generator = torch.Generator().manual_seed(spec.seed + 1)
         self.kept = {"cache": self._randn(SLOTS, D), "row": self._randn(D), "scale": self._randn()}
 
     def _randn(self, *shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=self.generator)
+        return torch.randn(shape, generator=self.generator).to(self.device)
 
     def make(self, call: Call) -> dict[str, Any]:
         s, g = call.size, self.generator
@@ -448,10 +448,10 @@ class Arguments:
         given: dict[str, Any] = {
             "x": base[:s] if call.overlap else self._randn(s, D),
             "y": base[1:] if call.overlap else self._randn(s, D),
-            "ids": torch.randint(0, VOCAB, (s,), generator=g),
-            "mask": torch.rand(s, generator=g) > 0.4,
-            "slots": torch.randperm(SLOTS, generator=g)[:s],
-            "step": torch.randint(0, 9, (), generator=g),
+            "ids": torch.randint(0, VOCAB, (s,), generator=g).to(self.device),
+            "mask": (torch.rand(s, generator=g) > 0.4).to(self.device),
+            "slots": torch.randperm(SLOTS, generator=g)[:s].to(self.device),
+            "step": torch.randint(0, 9, (), generator=g).to(self.device),
             "xt": self._randn(D, s),
             "x3": self._randn(2, s, D),
             "wide": self._randn(s, 1).expand(s, D),

@@ -128,6 +128,34 @@ def test_padded_rows_of_nan_do_not_reach_real_rows():
     assert compiled.report.num_replays == 2
 
 
+def test_what_an_operator_given_real_rows_leaves_in_padded_ones_is_not_taken_for_zeros():
+    from piecewise_backend.breakpoints import register_breakpoint, unregister_breakpoint
+
+    @torch.library.custom_op("padding::twice", mutates_args=())
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @torch.library.custom_op("padding::write", mutates_args=("out",))
+    def write(x: torch.Tensor, out: torch.Tensor) -> None:
+        out.copy_(x * 3)
+
+    def model(x):
+        out = torch.zeros_like(x)
+        write(x, out)
+        return x, twice(x).sum(0), out.sum(0)
+
+    twice.register_fake(torch.empty_like)
+    write.register_fake(lambda x, out: None)
+    register_breakpoint(twice)
+    register_breakpoint(write)
+    try:
+        compiled = run(model, *[(torch.randn(n, 4),) for n in (5, 8, 5, 7, 5)])
+    finally:
+        unregister_breakpoint(twice)
+        unregister_breakpoint(write)
+    assert ReasonCode.CROSS_ROW in compiled.codes
+
+
 def test_the_proof_leaves_written_memory_as_it_was():
     cache = torch.zeros(3, 4)
 
