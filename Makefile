@@ -3,7 +3,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 EXTRAS ?= dev,huggingface,notebooks,debug
-PYTEST_ARGS ?= -n auto --maxprocesses=4 --benchmark-disable
+PYTEST_ARGS ?= -n auto --maxprocesses=4 --dist loadfile --benchmark-disable
 
 BIN = $(VENV)/bin
 INSTALLED = $(VENV)/.installed

@@ -105,9 +105,7 @@ class AttentionImpl(ABC, Generic[MetadataT]):
         self.spec = spec
 
     @abstractmethod
-    def forward(
-        self, query: torch.Tensor, kv_cache: torch.Tensor, metadata: MetadataT, out: torch.Tensor
-    ) -> None:
+    def forward(self, query: torch.Tensor, kv_cache: torch.Tensor, metadata: MetadataT, out: torch.Tensor) -> None:
         """Causal attention of each request's new tokens over its whole cached sequence, written to `out`.
 
         query, out: [num_tokens, num_heads, head_size] in the layer's dtype; rows past the batch's true tokens are

@@ -65,8 +65,12 @@ def init_attn_backend(
         )
         groups.append(
             AttentionGroup(
-                backend=backend, spec=spec, layer_names=tuple(names), builder=builder,
-                impl=backend.get_impl_cls()(spec), support=_declared_support(backend, builder),
+                backend=backend,
+                spec=spec,
+                layer_names=tuple(names),
+                builder=builder,
+                impl=backend.get_impl_cls()(spec),
+                support=_declared_support(backend, builder),
             )
         )
     return groups, _least_support(groups), list(passed_over)
@@ -79,7 +83,9 @@ def _declared_support(backend: type[AttentionBackend], builder: MetadataBuilder[
     except (AttributeError, ValueError):
         logger.warning(
             "attention backend %r does not declare cudagraph_support: taken as NEVER, so it runs between graphs. "
-            "Set cudagraph_support on %s", backend.name, type(builder).__name__,
+            "Set cudagraph_support on %s",
+            backend.name,
+            type(builder).__name__,
         )
         return AttentionCGSupport.NEVER
 

@@ -55,7 +55,7 @@ def load(source: str | Path, *, dtype: torch.dtype | None = None, device: torch.
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=dtype or "auto", attn_implementation=IMPLEMENTATION, **kwargs
     )
-    return LoadedModel(PagedCausalLM(model.to(device)), tokenizer, str(source))
+    return LoadedModel(PagedCausalLM(model.to(device)), tokenizer, str(source))  # type: ignore[arg-type]
 
 
 def register() -> None:
@@ -72,7 +72,7 @@ class PagedCausalLM(nn.Module):
     -> [R, vocabulary], by the model's own head, whatever scaling or capping that has.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: Any) -> None:
         super().__init__()
         register()
         model.eval()
@@ -112,8 +112,8 @@ def attention_forward(
     layer = getattr(module, _LAYER, None)
     if layer is None:
         raise RuntimeError(
-            f"{type(module).__name__} has no mrv2 attention layer: wrap the model in attention.huggingface.PagedCausalLM "
-            "(LLM does so), since attn_implementation='mrv2' needs a paged cache"
+            f"{type(module).__name__} has no mrv2 attention layer: wrap the model in "
+            "attention.huggingface.PagedCausalLM (LLM does so), since attn_implementation='mrv2' needs a paged cache"
         )
     flat_query, flat_key, flat_value = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))
     return layer(flat_query, flat_key, flat_value)[None], None
@@ -159,13 +159,17 @@ def _describe(
     if value.shape[-1] != query.shape[-1]:
         raise ValueError(f"{name} has values of size {value.shape[-1]} and queries of {query.shape[-1]}; must be equal")
     layer = Attention(
-        num_heads=query.shape[1], head_size=query.shape[-1], num_kv_heads=key.shape[1], scale=kwargs.get("scaling"),
-        sliding_window=kwargs.get("sliding_window"), soft_cap=kwargs.get("softcap"),
+        num_heads=query.shape[1],
+        head_size=query.shape[-1],
+        num_kv_heads=key.shape[1],
+        scale=kwargs.get("scaling"),
+        sliding_window=kwargs.get("sliding_window"),
+        soft_cap=kwargs.get("softcap"),
     )
     return module, layer
 
 
-def _eos_token_ids(model: nn.Module) -> tuple[int, ...]:
+def _eos_token_ids(model: Any) -> tuple[int, ...]:
     found = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     found = model.config.eos_token_id if found is None else found
     return tuple(found) if isinstance(found, list | tuple) else (found,) if found is not None else ()
@@ -174,13 +178,13 @@ def _eos_token_ids(model: nn.Module) -> tuple[int, ...]:
 class _ReturnHidden(nn.Module):
     """Stands for the backbone: its input embeddings are the hidden states already."""
 
-    def forward(self, input_ids: Any = None, inputs_embeds: torch.Tensor | None = None, **_: Any) -> Any:
+    def forward(self, input_ids: Any = None, inputs_embeds: Any = None, **_: Any) -> Any:
         from transformers.modeling_outputs import BaseModelOutputWithPast
 
         return BaseModelOutputWithPast(last_hidden_state=inputs_embeds)
 
 
-def _head_alone(model: nn.Module) -> nn.Module:
+def _head_alone(model: Any) -> nn.Module:
     """The model without its backbone: what it does to hidden states, in its own words. Shares all weights."""
     head = copy.copy(model)
     head._modules = dict(model._modules)

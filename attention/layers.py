@@ -47,8 +47,14 @@ class Attention(nn.Module):
     def get_spec(self, *, block_size: int, dtype: torch.dtype) -> AttentionSpec:
         """What this layer computes, for a cache of `block_size` tokens a block in `dtype`."""
         return AttentionSpec(
-            num_heads=self.num_heads, num_kv_heads=self.num_kv_heads, head_size=self.head_size, block_size=block_size,
-            dtype=dtype, scale=self.scale, sliding_window=self.sliding_window, soft_cap=self.soft_cap,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_size=self.head_size,
+            block_size=block_size,
+            dtype=dtype,
+            scale=self.scale,
+            sliding_window=self.sliding_window,
+            soft_cap=self.soft_cap,
         )
 
     def bind(self, layer_name: str, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:

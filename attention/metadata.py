@@ -25,7 +25,8 @@ class CommonAttentionMetadata:
     num_actual_tokens: int
     """Tokens, padding excluded: the last value of `query_start_loc`."""
     max_query_len: int
-    """An upper bound of every request's query length, tokens."""
+    """An upper bound of every request's query length, tokens; the descriptor's own where a graph is recorded or
+    replayed, so that both lead to the same kernel."""
     max_seq_len: int
     """An upper bound of every request's sequence length, tokens; the model's maximum while capturing."""
     query_start_loc: torch.Tensor
@@ -37,6 +38,7 @@ class CommonAttentionMetadata:
     seq_lens_cpu: torch.Tensor
     """[num_reqs] int32, host."""
     block_table: torch.Tensor
-    """[num_reqs, max_num_blocks] int32, device: physical block of each logical block."""
+    """[num_reqs, max_num_blocks] int32, device: physical block of each logical block; entries past the sequence
+    hold anything."""
     slot_mapping: torch.Tensor
     """[num_tokens] int64, device: block * block_size + offset where each token's key and value go; -1 is inert."""

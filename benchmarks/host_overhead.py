@@ -170,8 +170,11 @@ def test_one_step(way: str, step: Step, benchmark: Any) -> None:
 def test_a_start(start: str, artifact_folder: str, benchmark: Any) -> None:
     """From `torch.compile` to the first result, in a new process; imports and weights are not counted."""
     run = subprocess.run(
-        [sys.executable, __file__], env=os.environ | {"MRV2_CACHE_DIR": artifact_folder}, capture_output=True,
-        text=True, check=True,
+        [sys.executable, __file__],
+        env=os.environ | {"MRV2_CACHE_DIR": artifact_folder},
+        capture_output=True,
+        text=True,
+        check=True,
     )
     found = json.loads(run.stdout.splitlines()[-1])
     assert set(found["sources"]) == ({"inductor"} if start == "cold" else {"disk"})
@@ -215,7 +218,11 @@ def start_a_model() -> None:
     from piecewise_backend.backend import mrv2, reports
 
     config = LlamaConfig(
-        hidden_size=128, intermediate_size=256, num_hidden_layers=12, num_attention_heads=4, num_key_value_heads=2,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=12,
+        num_attention_heads=4,
+        num_key_value_heads=2,
         vocab_size=256,
     )
     model = LlamaForCausalLM(config).eval()

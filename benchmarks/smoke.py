@@ -80,8 +80,13 @@ def run_engine(
 ) -> dict[str, Any]:
     started = time.perf_counter()
     llm = LLM(
-        model, mode=mode, device=device, options={"recorder": recorder, "capture_sizes": [1, 2, 4, 8, 16, 32, 64]},
-        max_num_tokens=64, max_num_reqs=16, max_model_len=256,
+        model,
+        mode=mode,
+        device=device,
+        options={"recorder": recorder, "capture_sizes": [1, 2, 4, 8, 16, 32, 64]},
+        max_num_tokens=64,
+        max_num_reqs=16,
+        max_model_len=256,
     )
     ready = time.perf_counter()
     completions = llm.generate(prompts, SamplingParams(max_tokens=NEW_TOKENS))
@@ -117,16 +122,18 @@ def run_static_cache(model: Any, prompt: list[int], device: str, recorder: str) 
 
 
 @torch.no_grad()
-def _static_generate(
-    model: Any, prompt: list[int], expected: list[int], device: str, **kwargs: Any
-) -> dict[str, Any]:
+def _static_generate(model: Any, prompt: list[int], expected: list[int], device: str, **kwargs: Any) -> dict[str, Any]:
     reset()
     ids = torch.tensor([prompt], device=device)
     equal = True
     for _ in range(2):
         output = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False,
-            cache_implementation="static", **kwargs,
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=NEW_TOKENS,
+            do_sample=False,
+            cache_implementation="static",
+            **kwargs,
         )
         equal &= output[0, len(prompt) :].tolist() == expected
     found = reports()

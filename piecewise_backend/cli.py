@@ -6,6 +6,7 @@ import argparse
 import logging
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from rich.console import Console
 
@@ -39,7 +40,9 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--dtype", default=None, help="float32, float16 or bfloat16 (default: the model's own)")
     generate.add_argument("--attention-backend", default=None, help="force one (default: the best that works)")
     generate.add_argument("--capture-sizes", type=_sizes, default=None, help="for example 1,2,4,8")
-    generate.add_argument("--max-num-tokens", type=int, default=None, help="tokens in one step (default: 512, 64 on a CPU)")
+    generate.add_argument(
+        "--max-num-tokens", type=int, default=None, help="tokens in one step (default: 512, 64 on a CPU)"
+    )
     generate.add_argument("--max-num-reqs", type=int, default=16, help="requests in one step (default %(default)s)")
     generate.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
     generate.add_argument("--top-k", type=int, default=0)
@@ -68,37 +71,45 @@ def _generate(arguments: argparse.Namespace) -> int:
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     params = SamplingParams(
-        max_tokens=arguments.max_tokens, temperature=arguments.temperature, top_k=arguments.top_k,
-        top_p=arguments.top_p, seed=arguments.seed,
+        max_tokens=arguments.max_tokens,
+        temperature=arguments.temperature,
+        top_k=arguments.top_k,
+        top_p=arguments.top_p,
+        seed=arguments.seed,
     )
     options = {"compiler": arguments.compiler, "capture_sizes": arguments.capture_sizes}
     if arguments.recorder is not None:
         options["recorder"] = arguments.recorder
     device = torch.device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     llm = LLM(
-        arguments.model, mode=arguments.mode, options=options, device=device, dtype=_dtype(arguments.dtype, torch),
+        arguments.model,
+        mode=arguments.mode,
+        options=options,
+        device=device,
+        dtype=_dtype(arguments.dtype, torch),
         max_num_tokens=arguments.max_num_tokens or (64 if device.type == "cpu" else 512),
-        max_num_reqs=arguments.max_num_reqs, attention_backend=arguments.attention_backend,
+        max_num_reqs=arguments.max_num_reqs,
+        attention_backend=arguments.attention_backend,
     )
     _stream(llm, arguments.prompt, params)
     Console(stderr=False).print(llm.report)
     return 0
 
 
-def _stream(llm: object, prompts: list[str], params: object) -> None:
+def _stream(llm: Any, prompts: list[str], params: Any) -> None:
     """One prompt is streamed as it comes; several run in one batch and are printed when all are done."""
     if len(prompts) == 1:
         print(prompts[0], end="", flush=True)
-        for chunk in llm.stream(prompts[0], params):  # type: ignore[attr-defined]
+        for chunk in llm.stream(prompts[0], params):
             print(chunk.text, end="", flush=True)
         print("\n")
         return
-    for prompt, completion in zip(prompts, llm.generate(prompts, params), strict=True):  # type: ignore[attr-defined]
+    for prompt, completion in zip(prompts, llm.generate(prompts, params), strict=True):
         text = completion.text if completion.error is None else f"\n  refused: {completion.error}"
         print(f"{prompt}{text}\n")
 
 
-def _dtype(name: str | None, torch: object) -> object:
+def _dtype(name: str | None, torch: Any) -> Any:
     if name is None:
         return None
     if name not in ("float32", "float16", "bfloat16"):

@@ -72,7 +72,9 @@ def _recorders() -> Iterator[Finding]:
         name, capability = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
         yield Finding("CUDA graphs", True, f"{name}, compute capability {capability[0]}.{capability[1]}")
     else:
-        built = f"torch is built for CUDA {torch.version.cuda}, but" if torch.version.cuda else "torch is a CPU build and"
+        built = (
+            f"torch is built for CUDA {torch.version.cuda}, but" if torch.version.cuda else "torch is a CPU build and"
+        )
         yield Finding("CUDA graphs", False, f"{built} no CUDA device is seen; models run compiled, without graphs")
     yield Finding("emulated recorder", True, "checks capture logic on any device: options={'recorder': 'emulated'}")
 

@@ -54,8 +54,15 @@ def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
 def start(smollm2: Any, mode: str, cache_dir: str) -> LLM:
     options = {"recorder": "emulated", "capture_sizes": [1, 4, 8, 16, 64], "cache_dir": cache_dir}
     return LLM(
-        smollm2.model, tokenizer=smollm2.tokenizer, mode=mode, options=options, device="cpu",
-        attention_backend="torch", max_num_tokens=64, max_num_reqs=16, max_model_len=256,
+        smollm2.model,
+        tokenizer=smollm2.tokenizer,
+        mode=mode,
+        options=options,
+        device="cpu",
+        attention_backend="torch",
+        max_num_tokens=64,
+        max_num_reqs=16,
+        max_model_len=256,
     )
 
 

@@ -21,6 +21,8 @@ class TorchMetadata:
 
 
 class TorchMetadataBuilder(MetadataBuilder[TorchMetadata]):
+    """Hands the runner's buffers on."""
+
     # The computation reads lengths from tensors when it runs, never from the host at build time.
     cudagraph_support = AttentionCGSupport.ALWAYS
 
@@ -30,9 +32,9 @@ class TorchMetadataBuilder(MetadataBuilder[TorchMetadata]):
 
 
 class TorchAttentionImpl(AttentionImpl[TorchMetadata]):
-    def forward(
-        self, query: torch.Tensor, kv_cache: torch.Tensor, metadata: TorchMetadata, out: torch.Tensor
-    ) -> None:
+    """Request by request on the CPU; everything masked, at fixed shapes, elsewhere."""
+
+    def forward(self, query: torch.Tensor, kv_cache: torch.Tensor, metadata: TorchMetadata, out: torch.Tensor) -> None:
         if query.device.type == "cpu":
             self._forward_ragged(query, kv_cache, metadata, out)
         else:
@@ -63,8 +65,9 @@ class TorchAttentionImpl(AttentionImpl[TorchMetadata]):
         for request in range(metadata.seq_lens.shape[0]):
             start, end = metadata.query_start_loc[request], metadata.query_start_loc[request + 1]
             seq_len = metadata.seq_lens[request]
-            blocks = kv_cache[metadata.block_table[request, :num_blocks].long()]
-            key, value = blocks.transpose(0, 1).flatten(1, 2).unbind(0)
+            # Entries past the sequence may be stale: any block will do, since its keys are masked.
+            table = metadata.block_table[request, :num_blocks].long().clamp(0, kv_cache.shape[0] - 1)
+            key, value = kv_cache[table].transpose(0, 1).flatten(1, 2).unbind(0)
             mine = (rows >= start) & (rows < end)
             result = self._attend(query, key, value, seq_len - (end - rows), seq_len)
             out.copy_(torch.where(mine[:, None, None], result, out))
@@ -95,6 +98,8 @@ class TorchAttentionImpl(AttentionImpl[TorchMetadata]):
 
 
 class TorchBackend(AttentionBackend):
+    """Runs every spec on every device, slowly."""
+
     name = "torch"
 
     @classmethod

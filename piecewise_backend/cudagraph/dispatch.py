@@ -21,9 +21,7 @@ class Dispatcher:
         for length in {d.uniform_query_len for d in descriptors if d.uniform_query_len is not None}:
             self._decode[length] = _table([d for d in descriptors if d.uniform_query_len == length])
 
-    def dispatch(
-        self, num_tokens: int, num_reqs: int, uniform_query_len: int | None = None
-    ) -> BatchDescriptor | None:
+    def dispatch(self, num_tokens: int, num_reqs: int, uniform_query_len: int | None = None) -> BatchDescriptor | None:
         """The descriptor for a batch; None when every captured size is too small.
 
         `uniform_query_len`: set only for a batch whose requests are all past their prefill and have this query

@@ -53,15 +53,21 @@ class CudaGraphManager:
             out_of_memory = isinstance(error, torch.OutOfMemoryError | MemoryError)
             self.report.reasons.add(
                 Reason(
-                    ReasonCode.OUT_OF_MEMORY if out_of_memory else ReasonCode.CAPTURE_FAILED, str(descriptor),
-                    f"{type(error).__name__}: {error}", "this size runs without its graph; the others are not affected",
+                    ReasonCode.OUT_OF_MEMORY if out_of_memory else ReasonCode.CAPTURE_FAILED,
+                    str(descriptor),
+                    f"{type(error).__name__}: {error}",
+                    "this size runs without its graph; the others are not affected",
                 )
             )
             return
         assert captured is not None, "a recording returned nothing"
         size = SizeReport(
-            descriptor=str(descriptor), num_tokens=descriptor.num_tokens, num_graphs=captured.num_graphs,
-            seconds=captured.seconds, memory_bytes=captured.memory_bytes, eager_ops=captured.eager,
+            descriptor=str(descriptor),
+            num_tokens=descriptor.num_tokens,
+            num_graphs=captured.num_graphs,
+            seconds=captured.seconds,
+            memory_bytes=captured.memory_bytes,
+            eager_ops=captured.eager,
         )
         self.report.sizes.append(size)
         self._captured[descriptor] = (captured, size)

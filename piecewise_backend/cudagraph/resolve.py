@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from attention.base import AttentionCGSupport
 from attention.groups import AttentionCGSupportInfo, AttentionGroup
-
 from piecewise_backend.cudagraph.modes import BatchDescriptor, CUDAGraphMode
 from piecewise_backend.cudagraph.sizes import (
     DEFAULT_LARGEST,
@@ -54,7 +53,10 @@ def describe(kind: BatchKind, size: int, max_num_reqs: int) -> BatchDescriptor:
     if kind.uniform_query_len is not None:
         query_len = kind.uniform_query_len
         return BatchDescriptor(
-            mode=kind.mode, num_tokens=size, num_reqs=size // query_len, uniform_query_len=query_len,
+            mode=kind.mode,
+            num_tokens=size,
+            num_reqs=size // query_len,
+            uniform_query_len=query_len,
             max_query_len=query_len,
         )
     if not kind.recorded_layers:
@@ -73,8 +75,12 @@ def resolve_mode(
 
     def adapt(to: CUDAGraphMode, because: str) -> CUDAGraphMode:
         reasons.append(
-            Reason(ReasonCode.MODE_ADAPTED, f"mode {requested.name}", f"{because}: {to.name}",
-                   f"an attention backend with more support than {support.set_by!r} lifts this")
+            Reason(
+                ReasonCode.MODE_ADAPTED,
+                f"mode {requested.name}",
+                f"{because}: {to.name}",
+                f"an attention backend with more support than {support.set_by!r} lifts this",
+            )
         )
         return to
 
@@ -125,13 +131,16 @@ def resolve_cudagraph_mode_and_sizes(
     nothing = frozenset[str]()
     everything = frozenset(name for group in groups for name in group.layer_names)
     mixed = BatchKind(
-        uniform_query_len=None, mode=mode.mixed, sizes=sizes if mode.mixed is not CUDAGraphMode.NONE else (),
+        uniform_query_len=None,
+        mode=mode.mixed,
+        sizes=sizes if mode.mixed is not CUDAGraphMode.NONE else (),
         recorded_layers=everything if mode.mixed is CUDAGraphMode.FULL else nothing,
     )
     decode = mixed
     if mode.separates_decode:
         decode = BatchKind(
-            uniform_query_len=decode_query_len, mode=mode.decode,
+            uniform_query_len=decode_query_len,
+            mode=mode.decode,
             sizes=decode_capture_sizes(sizes, query_len=decode_query_len, max_num_reqs=max_num_reqs),
             recorded_layers=everything,
         )

@@ -17,7 +17,7 @@ def default_capture_sizes(largest: int = DEFAULT_LARGEST) -> tuple[int, ...]:
     if largest < 1:
         raise ValueError(f"the largest capture size must be at least 1, got {largest}")
     steps = [1, 2, 4, *range(8, 257, 8), *range(272, largest + 1, 16)]
-    return tuple(size for size in steps if size < largest) + (largest,)
+    return (*(size for size in steps if size < largest), largest)
 
 
 def clean_capture_sizes(sizes: Iterable[int], *, limit: int | None = None) -> tuple[int, ...]:

@@ -54,7 +54,9 @@ class InputBatch:
         computed = np.array([r.num_computed_tokens for r in requests], dtype=np.int32)
         uniform = all(r.is_decode for r in requests) and bool((lengths == lengths[0]).all())
         return cls(
-            requests=tuple(requests), query_start_loc=starts, seq_lens=computed + lengths,
+            requests=tuple(requests),
+            query_start_loc=starts,
+            seq_lens=computed + lengths,
             uniform_query_len=int(lengths[0]) if uniform else None,
         )
 
@@ -73,8 +75,11 @@ class InputBatch:
             length = min(share + (index < extra), max_model_len)
             requests.append(
                 ScheduledRequest(
-                    request_id=f"dummy-{index}", token_ids=[0] * length, num_computed_tokens=max_model_len - length,
-                    block_ids=(), is_decode=descriptor.uniform_query_len is not None,
+                    request_id=f"dummy-{index}",
+                    token_ids=[0] * length,
+                    num_computed_tokens=max_model_len - length,
+                    block_ids=(),
+                    is_decode=descriptor.uniform_query_len is not None,
                 )
             )
         return cls.make(requests)

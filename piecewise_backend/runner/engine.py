@@ -26,9 +26,9 @@ class NewToken:
 class Engine:
     """Serves requests in one continuous batch, a step at a time.
 
-        engine.add([1, 2, 3], SamplingParams(max_tokens=8))
-        while engine.has_work:
-            for token in engine.step(): ...
+    engine.add([1, 2, 3], SamplingParams(max_tokens=8))
+    while engine.has_work:
+        for token in engine.step(): ...
     """
 
     def __init__(self, runner: ModelRunner, *, vocab_size: int, eos_token_ids: Sequence[int] = ()) -> None:
@@ -37,8 +37,10 @@ class Engine:
         self.eos_token_ids = frozenset(eos_token_ids)
         config = runner.config
         self.scheduler = Scheduler(
-            BlockPool(runner.num_blocks, config.block_size), max_num_tokens=config.max_num_tokens,
-            max_num_reqs=config.max_num_reqs, on_preempt=self._note_preemption,
+            BlockPool(runner.num_blocks, config.block_size),
+            max_num_tokens=config.max_num_tokens,
+            max_num_reqs=config.max_num_reqs,
+            on_preempt=self._note_preemption,
         )
         self.sampler = Sampler(runner.device)
         self._requests: dict[str, Request] = {}
@@ -98,7 +100,9 @@ class Engine:
     def _check(self, prompt_ids: Sequence[int]) -> None:
         longest = self.runner.config.max_model_len - 1
         if not len(prompt_ids):
-            raise ValueError("a prompt needs at least one token, got none; prepend the model's start token if it has one")
+            raise ValueError(
+                "a prompt needs at least one token, got none; prepend the model's start token if it has one"
+            )
         if len(prompt_ids) > longest:
             raise ValueError(
                 f"a prompt of {len(prompt_ids)} tokens is too long: at most {longest} fit with one new token into "
@@ -114,7 +118,9 @@ class Engine:
     def _note_preemption(self, request: Request) -> None:
         self.runner.report.reasons.add(
             Reason(
-                ReasonCode.PREEMPTED, "requests", "gave their cache blocks back and were computed again",
+                ReasonCode.PREEMPTED,
+                "requests",
+                "gave their cache blocks back and were computed again",
                 "raise num_blocks, or lower max_num_reqs",
             )
         )

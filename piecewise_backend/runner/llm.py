@@ -193,9 +193,7 @@ def _is_one_prompt(prompts: Any) -> bool:
     return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
 
 
-def _as_module(
-    model: str | Path | nn.Module, dtype: torch.dtype | None, device: torch.device
-) -> tuple[nn.Module, Any]:
+def _as_module(model: str | Path | nn.Module, dtype: torch.dtype | None, device: torch.device) -> tuple[nn.Module, Any]:
     """(a module the runner runs, its tokenizer if one was found)."""
     if isinstance(model, nn.Module):
         module = model.to(device)

@@ -82,8 +82,10 @@ class ModelRunner:
         dtype = next(model.parameters()).dtype
         self.specs = {n: m.get_spec(block_size=config.block_size, dtype=dtype) for n, m in self.layers.items()}
         self.buffers = InputBuffers(
-            max_num_tokens=config.max_num_tokens, max_num_reqs=config.max_num_reqs,
-            max_num_blocks=config.blocks_per_request, device=device,
+            max_num_tokens=config.max_num_tokens,
+            max_num_reqs=config.max_num_reqs,
+            max_num_blocks=config.blocks_per_request,
+            device=device,
         )
         self.block_tables = BlockTables(self.buffers, config.block_size)
         self.num_blocks = config.num_blocks or self._affordable_blocks()
@@ -95,12 +97,20 @@ class ModelRunner:
             layer.bind(name, caches[name], self.buffers.slot_mapping.gpu)
         config = self.config
         self.groups, self.support, passed_over = init_attn_backend(
-            self.specs, max_num_reqs=config.max_num_reqs, max_num_tokens=config.max_num_tokens,
-            max_model_len=config.max_model_len, device=self.device, forced=config.attention_backend,
+            self.specs,
+            max_num_reqs=config.max_num_reqs,
+            max_num_tokens=config.max_num_tokens,
+            max_model_len=config.max_model_len,
+            device=self.device,
+            forced=config.attention_backend,
         )
         self.resolved = resolve_cudagraph_mode_and_sizes(
-            CUDAGraphMode.parse(self.options.mode), self.groups, self.support, max_num_tokens=config.max_num_tokens,
-            max_num_reqs=config.max_num_reqs, capture_sizes=self.options.capture_sizes,
+            CUDAGraphMode.parse(self.options.mode),
+            self.groups,
+            self.support,
+            max_num_tokens=config.max_num_tokens,
+            max_num_reqs=config.max_num_reqs,
+            capture_sizes=self.options.capture_sizes,
         )
         self.state = ModelState(self.groups, self.buffers, self.block_tables, config.max_model_len)
         self.impls = {name: group.impl for group in self.groups for name in group.layer_names}
@@ -128,7 +138,8 @@ class ModelRunner:
             (hidden,) = self._forward(descriptor, batch.num_tokens)
             last = torch.from_numpy(batch.query_start_loc[1:] - 1).to(self.device, non_blocking=True)
             rows = hidden[last.long()]
-            return self.model.compute_logits(rows) if hasattr(self.model, "compute_logits") else rows
+            head: Any = getattr(self.model, "compute_logits", None)
+            return rows if head is None else head(rows)
 
     def _forward(self, descriptor: BatchDescriptor, num_tokens: int) -> tuple[Any, ...]:
         if descriptor.mode is not CUDAGraphMode.NONE:
@@ -137,7 +148,9 @@ class ModelRunner:
         if self.manager.captured:
             self.report.reasons.add(
                 Reason(
-                    ReasonCode.ABOVE_ALL_SIZES, f"{num_tokens} tokens", "no captured size holds this batch",
+                    ReasonCode.ABOVE_ALL_SIZES,
+                    f"{num_tokens} tokens",
+                    "no captured size holds this batch",
                     "add a size to options={'capture_sizes': [...]}",
                 )
             )
@@ -153,9 +166,7 @@ class ModelRunner:
         `full_cudagraph`: a graph is about to be recorded that holds the operators of `recorded_layers`.
         """
         config = self.config
-        batch = InputBatch.make_dummy(
-            descriptor, max_num_reqs=config.max_num_reqs, max_model_len=config.max_model_len
-        )
+        batch = InputBatch.make_dummy(descriptor, max_num_reqs=config.max_num_reqs, max_model_len=config.max_model_len)
         self.state.prepare_inputs(batch, descriptor.num_tokens)
         metadata = self.state.prepare_attn(
             batch, descriptor, recorded_layers=recorded_layers, for_capture=full_cudagraph, is_dummy=True
@@ -224,7 +235,9 @@ class ModelRunner:
             ("tokens in one sequence", batch.max_seq_len, config.max_model_len),
         ):
             if got > allowed:
-                raise ValueError(f"a step of {got} {what} is beyond this runner's {allowed}; split it, or raise the limit")
+                raise ValueError(
+                    f"a step of {got} {what} is beyond this runner's {allowed}; split it, or raise the limit"
+                )
 
 
 def _is_recorded(step: Step, kind: BatchKind) -> bool:

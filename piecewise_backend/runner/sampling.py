@@ -30,8 +30,8 @@ class Sampler:
         self._generators.pop(request.request_id, None)
 
     def _draw(self, logits: torch.Tensor, requests: Sequence[Request]) -> torch.Tensor:
-        column = {"dtype": torch.float32, "device": logits.device}
-        logits = logits / torch.tensor([r.params.temperature for r in requests], **column)[:, None]
+        temperatures = torch.tensor([r.params.temperature for r in requests], dtype=torch.float32, device=logits.device)
+        logits = logits / temperatures[:, None]
         logits = keep_top_k_top_p(logits, [r.params.top_k for r in requests], [r.params.top_p for r in requests])
         noise = torch.stack([self._noise(r, logits.shape[1]) for r in requests])
         # argmax(p / Exp(1)) is distributed as p, and reads nothing back from the device.

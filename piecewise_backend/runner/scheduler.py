@@ -105,6 +105,9 @@ def advance(scheduled: Sequence[tuple[Request, ScheduledRequest]]) -> list[tuple
 def _take(request: Request, count: int) -> ScheduledRequest:
     start = request.num_computed_tokens
     return ScheduledRequest(
-        request_id=request.request_id, token_ids=request.tokens(start, start + count), num_computed_tokens=start,
-        block_ids=tuple(request.block_ids), is_decode=request.is_decode,
+        request_id=request.request_id,
+        token_ids=request.tokens(start, start + count),
+        num_computed_tokens=start,
+        block_ids=tuple(request.block_ids),
+        is_decode=request.is_decode,
     )

@@ -79,9 +79,7 @@ def trace(model: nn.Module, buffers: Sequence[torch.Tensor], num_tokens: int, op
     varying = tuple(
         i for i, given in enumerate(program.inputs) if isinstance(given.fake, torch.SymInt) or dim.dims(given.fake)
     )
-    bound = tuple(
-        full[a.data_ptr()] if isinstance(a, torch.Tensor) and i in varying else a for i, a in enumerate(args)
-    )
+    bound = tuple(full[a.data_ptr()] if isinstance(a, torch.Tensor) and i in varying else a for i, a in enumerate(args))
     return BoundProgram(program, report, dim, bound, varying)
 
 
@@ -95,7 +93,7 @@ def _graph_break_message(error: Exception) -> str:
 
 
 def _user_line(error: Exception) -> str:
-    """"file:line: code" of the innermost line of the user's that Dynamo was at."""
+    """ "file:line: code" of the innermost line of the user's that Dynamo was at."""
     stack = getattr(error, "real_stack", None)
     if stack:
         return f"{stack[-1].filename}:{stack[-1].lineno}: {stack[-1].line}"

@@ -10,9 +10,16 @@ from attention.huggingface import PagedCausalLM, load
 from piecewise_backend.runner import LLM, SamplingParams
 
 SMALL: dict[str, Any] = {
-    "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "vocab_size": 96, "max_position_embeddings": 128, "pad_token_id": 0,
-    "bos_token_id": 1, "eos_token_id": None,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 96,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
 }
 FAMILIES: dict[str, dict[str, Any]] = {
     "Llama": {"head_dim": 16},
@@ -21,7 +28,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Qwen3": {"head_dim": 16},
     "Gemma": {"head_dim": 16},
     "Gemma2": {
-        "head_dim": 16, "sliding_window": 9, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0,
+        "head_dim": 16,
+        "sliding_window": 9,
+        "attn_logit_softcapping": 5.0,
+        "final_logit_softcapping": 3.0,
         "query_pre_attn_scalar": 24,
     },
     "Phi3": {},
@@ -113,7 +123,12 @@ def test_a_folder_without_a_model_is_named(tmp_path: Any) -> None:
 
 def test_an_encoder_is_refused() -> None:
     config = transformers.BertConfig(
-        hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, vocab_size=50, is_decoder=False
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=32,
+        vocab_size=50,
+        is_decoder=False,
     )
     with pytest.raises(ValueError, match="not causal"):
         PagedCausalLM(transformers.BertForMaskedLM(config))
@@ -125,5 +140,5 @@ def test_the_attention_function_without_a_cache_says_what_to_do() -> None:
     register()
     model = make("Llama")
     model.set_attn_implementation("mrv2")
-    with pytest.raises(RuntimeError, match="wrap the model in attention.huggingface.PagedCausalLM"):
+    with pytest.raises(RuntimeError, match=r"wrap the model in attention\.huggingface\.PagedCausalLM"):
         model(input_ids=torch.tensor([[1, 2]]))

@@ -10,7 +10,10 @@ def mixed(size: int) -> BatchDescriptor:
 
 def decode(size: int, query_len: int) -> BatchDescriptor:
     return BatchDescriptor(
-        mode=CUDAGraphMode.FULL, num_tokens=size, num_reqs=size // query_len, uniform_query_len=query_len,
+        mode=CUDAGraphMode.FULL,
+        num_tokens=size,
+        num_reqs=size // query_len,
+        uniform_query_len=query_len,
         max_query_len=query_len,
     )
 

@@ -19,7 +19,10 @@ CASES = list(csv.DictReader((Path(__file__).parents[2] / "cases" / "resolve_mode
 def test_every_row_of_the_resolution_table_comes_out_as_written(case: dict[str, str]) -> None:
     support = AttentionCGSupportInfo(AttentionCGSupport[case["min_support"]], "some backend")
     arguments = (
-        CUDAGraphMode[case["requested"]], support, int(case["decode_query_len"]), case["pieces_available"] == "True"
+        CUDAGraphMode[case["requested"]],
+        support,
+        int(case["decode_query_len"]),
+        case["pieces_available"] == "True",
     )
     if case["resolved"] == "ERROR":
         with pytest.raises(ValueError, match="'some backend' can never be recorded"):
@@ -36,7 +39,9 @@ def test_the_table_has_all_eighty_rows() -> None:
 
 def resolve(mode: str, **settings: object) -> object:
     model = TinyDecoder()
-    specs = {n: m.get_spec(block_size=16, dtype=torch.float32) for n, m in model.named_modules() if n.endswith("attention")}
+    specs = {
+        n: m.get_spec(block_size=16, dtype=torch.float32) for n, m in model.named_modules() if n.endswith("attention")
+    }
     groups, support, _ = init_attn_backend(
         specs, max_num_reqs=8, max_num_tokens=64, max_model_len=128, device=torch.device("cpu")
     )

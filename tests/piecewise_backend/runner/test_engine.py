@@ -5,7 +5,7 @@ import random
 import pytest
 
 from piecewise_backend.reasons import ReasonCode
-from piecewise_backend.runner import Engine, LLM, SamplingParams
+from piecewise_backend.runner import LLM, Engine, SamplingParams
 from tests.tiny import VOCAB, TinyDecoder, make_runner, oracle_greedy
 
 PROMPTS = [[5], [1, 2, 3], list(range(40)), [7] * 20, list(range(90, 60, -1)), [3, 1, 4, 1, 5, 9, 2, 6], [11, 12]]
@@ -61,8 +61,15 @@ def test_requests_that_come_and_go_at_random_get_the_tokens_they_get_alone() -> 
 def test_a_bad_prompt_is_refused_and_the_others_are_served() -> None:
     model = TinyDecoder()
     llm = LLM(
-        model, vocab_size=VOCAB, device="cpu", options={"recorder": "emulated", "compiler": "eager", "cache": False},
-        max_num_tokens=16, max_num_reqs=4, max_model_len=64, num_blocks=4, block_size=16,
+        model,
+        vocab_size=VOCAB,
+        device="cpu",
+        options={"recorder": "emulated", "compiler": "eager", "cache": False},
+        max_num_tokens=16,
+        max_num_reqs=4,
+        max_model_len=64,
+        num_blocks=4,
+        block_size=16,
     )
     results = llm.generate([[1, 2], [], [VOCAB], [1] * 64, [3]], SamplingParams(max_tokens=4))
     assert [r.finish_reason for r in results] == ["length", "refused", "refused", "refused", "length"]
@@ -86,8 +93,13 @@ def test_more_blocks_than_exist_is_an_error_that_says_how_many() -> None:
 def test_streams_that_overlap_do_not_take_each_others_tokens() -> None:
     model = TinyDecoder()
     llm = LLM(
-        model, vocab_size=VOCAB, device="cpu", options={"recorder": "emulated", "compiler": "eager", "cache": False},
-        max_num_tokens=16, max_num_reqs=4, max_model_len=64,
+        model,
+        vocab_size=VOCAB,
+        device="cpu",
+        options={"recorder": "emulated", "compiler": "eager", "cache": False},
+        max_num_tokens=16,
+        max_num_reqs=4,
+        max_model_len=64,
     )
     one, other = (llm.stream([p], SamplingParams(max_tokens=6)) for p in ([1, 2], [9]))
     mixed = [(next(one).token_id, next(other).token_id) for _ in range(6)]
@@ -97,8 +109,13 @@ def test_streams_that_overlap_do_not_take_each_others_tokens() -> None:
 
 def test_leaving_a_stream_early_frees_its_blocks() -> None:
     llm = LLM(
-        TinyDecoder(), vocab_size=VOCAB, device="cpu", options={"recorder": "none", "compiler": "eager", "cache": False},
-        max_num_tokens=16, max_num_reqs=4, max_model_len=64,
+        TinyDecoder(),
+        vocab_size=VOCAB,
+        device="cpu",
+        options={"recorder": "none", "compiler": "eager", "cache": False},
+        max_num_tokens=16,
+        max_num_reqs=4,
+        max_model_len=64,
     )
     stream = llm.stream([[1, 2, 3]], SamplingParams(max_tokens=20))
     next(stream)

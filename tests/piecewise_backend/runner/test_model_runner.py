@@ -21,7 +21,8 @@ def test_prefill_chunks_and_decode_mixed_in_one_step_give_the_dense_logits(mode:
     torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-4)
     logits = runner.execute(
         [
-            work("c", [8], 20, [0, 9], is_decode=True), work("a", [9], 7, [3, 1], is_decode=True),
+            work("c", [8], 20, [0, 9], is_decode=True),
+            work("a", [9], 7, [3, 1], is_decode=True),
             work("b", [10], 2, [7], is_decode=True),
         ]
     )
