@@ -316,6 +316,8 @@ class PlainCaller:
             padded = None if target.exact else Padded(self.dim, target.size, rows)
             with capture_session(self.recorder), torch.no_grad():
                 static.bind(count)(args)
+                if not self.recorder.executes:
+                    self._warm_up(static.args, padded, saved)
                 captured = self.program.capture(
                     static.args, recorder=self.recorder, records=lambda s: not breaks(s), execute=True, padded=padded
                 )
@@ -328,6 +330,13 @@ class PlainCaller:
         variant = Variant(captured, static, rows, target, self._size_report(captured, target), _addresses(args))
         self._by_target[target] = variant
         return self._bind(key, variant, args, count).hand_out(args)
+
+    def _warm_up(self, args: Sequence[Any], padded: Padded | None, saved: SavedState) -> None:
+        """What is set up at a first call (a kernel that is loaded or tuned, a workspace) cannot be while recording."""
+        devices = {a.device.index for a in args if isinstance(a, torch.Tensor) and a.device.type == "cuda"}
+        with torch.random.fork_rng(list(devices), enabled=self.program.is_random):
+            self.program.run(args, padded=padded)
+        saved.restore()
 
     def _static_inputs(self, size: int | None, args: Sequence[Any]) -> StaticInputs:
         """Buffers of a padded size, or (None) of exactly these arguments."""

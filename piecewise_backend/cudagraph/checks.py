@@ -32,12 +32,25 @@ def why_uncapturable(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: M
     """Why a CUDA graph cannot record this call; None when it can."""
     if func in _INDEXING:
         masks = [i for i in tree_leaves(args[1]) if isinstance(i, torch.Tensor) and i.dtype in _MASK_TYPES]
-        return "a boolean mask selects a data-dependent number of rows" if masks else None
+        if not masks or _fills_by_mask(args):
+            return None
+        return "a boolean mask selects a data-dependent number of rows"
     if torch.Tag.dynamic_output_shape in func.tags:
         return "its output shape depends on data, which the host must wait for"
     if torch.Tag.data_dependent_output in func.tags:
         return "it reads a value on the host, which must wait for the device"
+    if func is torch.ops.aten.lift_fresh.default and args[0].device.type not in ("cpu", "meta"):
+        return "it makes a tensor of numbers on the host, and copies them through pageable memory; keep it in a buffer"
     return _host_copy(func, args, kwargs)
+
+
+def _fills_by_mask(args: Sequence[Any]) -> bool:
+    """`x[mask] = number` on a device: torch makes a `masked_fill` of it. (On the host a number cannot be told from a
+    computed value, which would have to be read.)"""
+    if len(args) < 3 or (len(args) > 3 and args[3]) or len(args[1]) != 1:
+        return False
+    value = args[2]
+    return args[0].device.type != "cpu" and value.device.type == "cpu" and value.numel() == 1
 
 
 def _host_copy(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:

@@ -41,7 +41,7 @@ class Mismatch(AssertionError):
 
 
 class EagerFails(Exception):
-    """The model itself does not run: nothing to compare (happens while a failing model is made smaller)."""
+    """The model itself does not run: nothing to compare."""
 
 
 def run_spec(spec: Spec, device: str = "cpu") -> Counter[str]:
@@ -284,8 +284,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         spec = random_spec(seed, compiler=args.compiler)
         try:
             events += run_spec(spec, args.device)
-        except EagerFails as error:
-            raise AssertionError(f"seed {seed} generates a model that eager cannot run\n{spec.describe()}") from error
+        except EagerFails:  # a view of a tensor with other strides, mostly
+            events["models that eager cannot run"] += 1
         except Exception as error:
             failing.append(seed)
             print(f"\nseed {seed} fails: {type(error).__name__}: {str(error)[:2000]}", file=sys.stderr)

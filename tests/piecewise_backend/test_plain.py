@@ -354,6 +354,44 @@ def test_a_capture_that_fails_halfway_drops_its_size_alone_and_leaves_state_writ
     assert [s.num_tokens for s in compiled.report.sizes] == [2]
 
 
+class _DeferringRecorder(EmulatedRecorder):
+    """Like CUDA: nothing is carried out while it is recorded, and a first call must not happen then."""
+
+    executes = False
+    recording = False
+
+    def begin(self):
+        super().begin()
+        self.recording = True
+
+    def end(self):
+        self.recording = False
+        return super().end()
+
+
+@pytest.mark.parametrize("n", [3, 4])
+def test_what_is_set_up_at_a_first_call_is_set_up_before_recording(n):
+    recorder, initialised = _DeferringRecorder(), []
+
+    @torch.library.custom_op("plain::lazy", mutates_args=("cache",))
+    def lazy(x: Tensor, cache: Tensor) -> Tensor:
+        if x.shape not in initialised:
+            assert not recorder.recording, "a first call while recording"
+            initialised.append(x.shape)
+        cache.add_(1)
+        return x + 1
+
+    lazy.register_fake(lambda x, cache: torch.empty_like(x))
+    compiled = Compiled(lambda x, cache: lazy(x, cache) * 2, capture_sizes=(4,), capture_after=2)
+    cache = torch.zeros(2)
+    check(compiled, lambda x, cache: (x + 1) * 2, rows(n), cache)
+    compiled.caller.recorder = recorder
+    initialised.clear()
+    check(compiled, lambda x, cache: (x + 1) * 2, rows(n), cache)
+    assert compiled.report.num_captures == 1
+    assert ReasonCode.CAPTURE_FAILED not in compiled.codes
+
+
 def test_a_fallback_is_an_error_where_asked_for():
     compiled = Compiled(lambda x: x + 1, capture_sizes=(4,), on_fallback="error")
     compiled(rows(4))

@@ -185,6 +185,18 @@ def test_a_copy_through_pageable_host_memory_is_refused():
     assert why_uncapturable(aten.copy_.default, (device, device), {}) is None
 
 
+def test_a_tensor_made_of_numbers_on_a_device_is_refused_and_a_masked_fill_is_not():
+    with torch._subclasses.FakeTensorMode():
+        host, device = torch.empty(()), torch.empty(4, device="cuda")
+        mask = torch.empty(4, dtype=torch.bool, device="cuda")
+    assert "numbers on the host" in str(why_uncapturable(aten.lift_fresh.default, (device,), {}))
+    assert why_uncapturable(aten.lift_fresh.default, (host,), {}) is None
+    assert why_uncapturable(aten.index_put_.default, (device, [mask], host), {}) is None
+    assert why_uncapturable(aten.index_put_.default, (device, [mask], host, True), {}) is not None
+    assert why_uncapturable(aten.index_put_.default, (device, [mask], device), {}) is not None
+    assert why_uncapturable(aten.index.Tensor, (device, [mask]), {}) is not None
+
+
 def test_views_and_bare_allocations_launch_nothing():
     for op in (aten.view.default, aten.t.default, aten.empty.memory_format, aten.sym_size.int, aten.expand.default):
         assert not launches_work(op)
