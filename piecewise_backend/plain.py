@@ -401,7 +401,7 @@ class PlainCaller:
         return self._plan(key, args)
 
     def _forget(self, variant: Variant) -> None:
-        self.report.sizes.remove(variant.report)
+        self.report.drop(variant.report)
         self._by_target.pop(variant.target, None)
         self._bound = {k: b for k, b in self._bound.items() if b.variant is not variant}
 

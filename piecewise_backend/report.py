@@ -44,17 +44,26 @@ class Report:
     compile_seconds: float
     capture_sizes: tuple[int, ...] = ()
     sizes: list[SizeReport] = field(default_factory=list)
+    dropped: list[SizeReport] = field(default_factory=list)
+    """Variants that were captured and given up since: what they were recorded on has moved."""
     uncaptured_runs: int = 0
     """Calls that ran the compiled pieces without graphs."""
     reasons: Reasons = field(default_factory=Reasons)
 
     @property
     def num_replays(self) -> int:
-        return sum(size.replays for size in self.sizes)
+        """Replays of all variants, dropped ones included."""
+        return sum(size.replays for size in (*self.sizes, *self.dropped))
 
     @property
     def num_captures(self) -> int:
+        """Variants that are captured now."""
         return len(self.sizes)
+
+    def drop(self, size: SizeReport) -> None:
+        """Note that a captured variant was given up."""
+        self.sizes.remove(size)
+        self.dropped.append(size)
 
     def summary(self) -> Iterator[tuple[str, str]]:
         """(label, value) lines."""
@@ -67,7 +76,8 @@ class Report:
         yield "capture sizes", ", ".join(map(str, self.capture_sizes)) or "as they come"
         seconds = sum(s.seconds for s in self.sizes)
         memory = sum(s.memory_bytes for s in self.sizes)
-        yield "captures", f"{self.num_captures} in {seconds:.2f} s, {memory / 2**20:.1f} MiB"
+        dropped = f", besides {len(self.dropped)} given up" if self.dropped else ""
+        yield "captures", f"{self.num_captures} in {seconds:.2f} s, {memory / 2**20:.1f} MiB{dropped}"
         yield "replays", f"{self.num_replays}, besides {self.uncaptured_runs} runs without graphs"
 
     def __rich__(self) -> Group:
@@ -84,7 +94,7 @@ class Report:
     def _sizes_table(self) -> Table:
         table = Table(title="captured", title_justify="left", box=None)
         for column in ("variant", "graphs", "eager ops", "capture", "memory", "replays", "padding"):
-            table.add_column(column, justify="left" if column == "variant" else "right")
+            table.add_column(column, justify="left" if column == "variant" else "right", no_wrap=True)
         for s in self.sizes:
             rows = s.replays * s.num_tokens
             waste = f"{s.padded_rows / rows:.0%}" if rows else "-"
