@@ -22,6 +22,7 @@ from piecewise_backend.cudagraph.sizes import clean_capture_sizes, default_captu
 from piecewise_backend.dynamic import check_marked_dims, specialize_floats
 from piecewise_backend.facts import find_facts
 from piecewise_backend.inline import inline_subgraphs
+from piecewise_backend.names import first_of
 from piecewise_backend.plain import PlainCaller
 from piecewise_backend.program import Program, build_program, needs_grad
 from piecewise_backend.reasons import Reason, ReasonCode, Reasons
@@ -78,16 +79,7 @@ def compile_graph(gm: fx.GraphModule, options: Options) -> tuple[Program, Report
         reasons=reasons,
     )
     program = build_program(gm, graph, facts, compiler)
-    for step in program.steps:
-        if step.forbidden is not None:
-            reasons.add(
-                Reason(
-                    ReasonCode.PIECE_NOT_CAPTURABLE,
-                    step.name,
-                    str(step.forbidden),
-                    "keep it out of the model, or register the operator as a breakpoint",
-                )
-            )
+    reasons.extend(_uncapturable_pieces(program))
     report = Report(
         name=_name_of(gm),
         mode_requested=options.mode,
@@ -186,22 +178,38 @@ def _as_function(call: Callable[..., Any], program: Program, report: Report) -> 
     return mrv2_compiled
 
 
+def _uncapturable_pieces(program: Program) -> list[Reason]:
+    """One reason for each operator and line, however many pieces it is in."""
+    pieces: dict[str, list[str]] = {}
+    for step in program.steps:
+        if step.forbidden is not None:
+            pieces.setdefault(str(step.forbidden), []).append(step.name)
+    hint = "keep it out of the model, or register the operator as a breakpoint"
+    return [Reason(ReasonCode.PIECE_NOT_CAPTURABLE, first_of(names), what, hint) for what, names in pieces.items()]
+
+
 def _obstacles(program: Program, recorder: GraphRecorder | None) -> list[Reason]:
-    """Inputs that no graph can be given a fixed address for."""
+    """Inputs that no graph can be given a fixed address for; one reason for each kind."""
     if recorder is None:
         return []
     on_device = any(isinstance(i.fake, torch.Tensor) and i.fake.device.type != "cpu" for i in program.inputs)
-    found = []
+    inputs: dict[str, list[str]] = {}
     for given in program.inputs:
-        if isinstance(given.fake, torch.Tensor):
-            if given.fake.device.type == "cpu" and on_device:
-                found.append((given.name, "a host tensor among device tensors would be baked in as a number"))
-            elif given.fake.layout is not torch.strided:
-                found.append((given.name, f"a {given.fake.layout} tensor has no single address"))
-        elif not isinstance(given.fake, torch.SymInt | int):
-            found.append((given.name, f"a {type(given.fake).__name__} is not a tensor"))
+        if (why := _why_not_static(given.fake, on_device)) is not None:
+            inputs.setdefault(why, []).append(given.name)
     hint = "pass it as a tensor on the model's device"
-    return [Reason(ReasonCode.INPUT_NOT_STATIC, n, f"{d}: this graph runs without graphs", hint) for n, d in found]
+    return [
+        Reason(ReasonCode.INPUT_NOT_STATIC, first_of(names), f"{why}: this graph runs without graphs", hint)
+        for why, names in inputs.items()
+    ]
+
+
+def _why_not_static(fake: Any, on_device: bool) -> str | None:
+    if not isinstance(fake, torch.Tensor):
+        return None if isinstance(fake, torch.SymInt | int) else f"a {type(fake).__name__} is not a tensor"
+    if fake.device.type == "cpu" and on_device:
+        return "a host tensor among device tensors would be baked in as a number"
+    return None if fake.layout is torch.strided else f"a {fake.layout} tensor has no single address"
 
 
 def _device_of(example_inputs: Sequence[Any]) -> torch.device:

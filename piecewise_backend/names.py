@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 def unknown_name(what: str, got: object, allowed: Iterable[str], *, show: int = 40) -> ValueError:
@@ -18,3 +18,8 @@ def unknown_name(what: str, got: object, allowed: Iterable[str], *, show: int = 
     if len(names) <= show:
         message += f" Allowed: {', '.join(names)}"
     return ValueError(message)
+
+
+def first_of(names: Sequence[str]) -> str:
+    """The first of `names`, and how many more there are."""
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
