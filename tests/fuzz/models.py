@@ -204,7 +204,7 @@ _ROW_WISE = [
     "{new} = {a}.t().contiguous().t() * 1.5",
     "{new} = {a}.flip(-1)",
     "{new} = fuzz.plus_one({a})",
-    "{new} = {a}.to(torch.bfloat16).float()",
+    "{new} = ({a} > 0.1).to(torch.bfloat16) * {b}",
     "{new} = {a}.half().exp().float()",
     "{new} = {a} - {a}.amax(-1, keepdim=True)",
     "{new} = {a} + torch.arange({a}.shape[0], device=x.device)[:, None] * 0.1",
