@@ -23,14 +23,15 @@ class CudaGraphRecorder:
         self._pool: Any = None
         self._first: torch.cuda.CUDAGraph | None = None
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._graph_bytes = 0
+        self._closed_bytes = 0
+        self._free_at_start: int | None = None
 
     @contextlib.contextmanager
     def session(self) -> Iterator[None]:
         """All work in the session, eager work included, is on the capture stream."""
         outer = torch.cuda.current_stream(self.device)
         self._stream.wait_stream(outer)
-        free_before = torch.cuda.mem_get_info(self.device)[0]
+        self._free_at_start = torch.cuda.mem_get_info(self.device)[0]
         try:
             with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
                 if self._pool is None:
@@ -38,7 +39,7 @@ class CudaGraphRecorder:
                 yield
         finally:
             outer.wait_stream(self._stream)
-            self._graph_bytes += max(0, free_before - torch.cuda.mem_get_info(self.device)[0])
+            self._closed_bytes, self._free_at_start = self.memory_bytes(), None
 
     def begin(self) -> None:
         assert self._graph is None, "a graph is already being recorded"
@@ -74,7 +75,10 @@ class CudaGraphRecorder:
         return unowned(tensor) if recorded else tensor
 
     def memory_bytes(self) -> int:
-        return self._graph_bytes
+        """Device memory taken in recording sessions so far: the pool and what the driver keeps of each graph."""
+        if self._free_at_start is None:
+            return self._closed_bytes
+        return self._closed_bytes + max(0, self._free_at_start - torch.cuda.mem_get_info(self.device)[0])
 
     def _open_pool(self) -> None:
         """A pool, held open by a first graph of its own.

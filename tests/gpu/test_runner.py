@@ -50,3 +50,11 @@ def test_requests_that_come_and_go_at_random_get_the_tokens_they_get_alone(mode:
         assert tokens[name] == oracle_greedy(model, prompt, len(tokens[name]))
     assert (engine.runner.report.num_replays > 0) == (mode != "NONE")
     assert ReasonCode.CAPTURE_FAILED not in engine.runner.report.reasons.codes()
+
+
+def test_the_report_gives_time_and_memory_of_every_size() -> None:
+    report = make_cuda_runner("FULL_AND_PIECEWISE", TinyDecoder()).report
+    assert report.num_captures > 6
+    assert all(size.seconds > 0 for size in report.sizes)
+    assert sum(size.memory_bytes for size in report.sizes) > 0
+    assert all(size.memory_bytes >= 0 for size in report.sizes)
