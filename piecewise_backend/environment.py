@@ -12,10 +12,11 @@ _PLAIN = (str, int, float, bool, type(None))
 
 def environment_text(compiler: str, compiler_options: Mapping[str, Any]) -> str:
     """One fact a line. The same in every process on such a machine: no process id, rank, folder or address."""
-    from torch._inductor.codecache import torch_key
+    lines = [f"torch {torch.__version__}", f"compiler {compiler} {stable_text(dict(compiler_options))}"]
+    if compiler == "inductor":  # the others are kept in this process only
+        from torch._inductor.codecache import torch_key
 
-    lines = [f"torch {torch_key().hex()}", f"compiler {compiler} {stable_text(dict(compiler_options))}"]
-    if compiler == "inductor":
+        lines.append(f"sources {torch_key().hex()}")
         lines.append(f"inductor {_settings(torch._inductor.config.save_config_portable())}")
         lines.append(f"functorch {_settings(torch._functorch.config.save_config_portable())}")
     lines.append(f"cpu {torch.backends.cpu.get_cpu_capability()} {torch.get_num_threads()} threads")

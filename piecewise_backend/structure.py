@@ -144,7 +144,8 @@ def _identity(value: Any) -> str:
         return known[1]
     name = uuid.uuid4().hex
     with contextlib.suppress(TypeError):  # no weak reference: each look is another object
-        _identities[id(value)] = (weakref.ref(value), name)
+        key = id(value)
+        _identities[key] = (weakref.ref(value, lambda _: _identities.pop(key, None)), name)
     return name
 
 
