@@ -51,9 +51,11 @@ def load(source: str | Path, *, dtype: torch.dtype | None = None, device: torch.
     device = torch.device(device)
     if dtype is None and device.type == "cpu":
         dtype = torch.float32
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **kwargs)
+    # Read once: each of the three would parse a GGUF file's vocabulary again.
+    config = transformers.AutoConfig.from_pretrained(folder, **kwargs)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, config=config, **kwargs)
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=dtype or "auto", attn_implementation=IMPLEMENTATION, **kwargs
+        folder, config=config, dtype=dtype or "auto", attn_implementation=IMPLEMENTATION, **kwargs
     )
     return LoadedModel(PagedCausalLM(model.to(device)), tokenizer, str(source))  # type: ignore[arg-type]
 

@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
-from attention.huggingface import _locate, load
+from attention.huggingface import PagedCausalLM, _locate
 from piecewise_backend.compile import forget_compiled_pieces
 from piecewise_backend.runner import LLM, SamplingParams
 
@@ -17,29 +18,29 @@ MODES = ["NONE", "PIECEWISE", "FULL", "FULL_AND_PIECEWISE"]
 
 
 @pytest.fixture(scope="module")
-def smollm2() -> Any:
-    return load("smollm2")
+def loaded() -> Any:
+    folder, kwargs = _locate("smollm2")
+    config = transformers.AutoConfig.from_pretrained(folder, **kwargs)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, config=config, **kwargs)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch.float32, **kwargs)
+    return model.eval(), tokenizer
 
 
 @pytest.fixture(scope="module")
-def prompts(smollm2: Any) -> list[list[int]]:
+def prompts(loaded: Any) -> list[list[int]]:
     rng = random.Random(0)
-    tokens = smollm2.tokenizer(TEXT)["input_ids"]
+    tokens = loaded[1](TEXT)["input_ids"]
     return [tokens[(start := rng.randrange(50)) : start + length] for length in LENGTHS]
 
 
 @pytest.fixture(scope="module")
-def expected(prompts: list[list[int]]) -> list[list[int]]:
+def expected(loaded: Any, prompts: list[list[int]]) -> list[list[int]]:
     """What transformers' own generate gives, prompt by prompt."""
-    import transformers
-
-    folder, kwargs = _locate("smollm2")
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **kwargs).eval()
     found = []
     with torch.no_grad():
         for prompt in prompts:
             ids = torch.tensor([prompt])
-            output = model.generate(
+            output = loaded[0].generate(
                 ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False
             )
             found.append(output[0, len(prompt) :].tolist())
@@ -47,15 +48,20 @@ def expected(prompts: list[list[int]]) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
+def smollm2(loaded: Any, expected: list[list[int]]) -> PagedCausalLM:
+    """The same model on paged attention; asked for after `expected`, since its attention is replaced."""
+    return PagedCausalLM(loaded[0])
+
+
+@pytest.fixture(scope="module")
 def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(tmp_path_factory.mktemp("artifacts"))
 
 
-def start(smollm2: Any, mode: str, cache_dir: str) -> LLM:
+def start(smollm2: PagedCausalLM, mode: str, cache_dir: str) -> LLM:
     options = {"recorder": "emulated", "capture_sizes": [1, 4, 8, 16, 64], "cache_dir": cache_dir}
     return LLM(
-        smollm2.model,
-        tokenizer=smollm2.tokenizer,
+        smollm2,
         mode=mode,
         options=options,
         device="cpu",
@@ -68,7 +74,7 @@ def start(smollm2: Any, mode: str, cache_dir: str) -> LLM:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_sixteen_prompts_in_one_batch_get_what_transformers_generates(
-    mode: str, smollm2: Any, prompts: list[list[int]], expected: list[list[int]], cache_dir: str
+    mode: str, smollm2: PagedCausalLM, prompts: list[list[int]], expected: list[list[int]], cache_dir: str
 ) -> None:
     torch._dynamo.utils.counters.clear()
     llm = start(smollm2, mode, cache_dir)
@@ -86,7 +92,7 @@ def test_sixteen_prompts_in_one_batch_get_what_transformers_generates(
 
 
 def test_pieces_kept_on_disk_are_not_compiled_again(
-    smollm2: Any, prompts: list[list[int]], expected: list[list[int]], cache_dir: str
+    smollm2: PagedCausalLM, prompts: list[list[int]], expected: list[list[int]], cache_dir: str
 ) -> None:
     start(smollm2, "NONE", cache_dir)
     forget_compiled_pieces()
