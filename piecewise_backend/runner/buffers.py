@@ -30,6 +30,7 @@ class InputBuffers:
     """
 
     def __init__(self, *, max_num_tokens: int, max_num_reqs: int, max_num_blocks: int, device: torch.device) -> None:
+        max_num_tokens = max(2, max_num_tokens)  # a dimension of 1 cannot be traced as a dynamic one
         self.max_num_tokens = max_num_tokens
         self.max_num_reqs = max_num_reqs
         self.input_ids = MirroredBuffer(max_num_tokens, dtype=torch.int64, device=device)

@@ -31,7 +31,6 @@ logger = logging.getLogger(__name__)
 
 _CPU_CACHE_BYTES = 2 << 30
 _GPU_CACHE_SHARE = 0.85
-_TRACED_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,11 +198,8 @@ class ModelRunner:
     # Start-up's parts.
 
     def _trace(self) -> BoundProgram:
-        num_tokens = min(_TRACED_TOKENS, self.config.max_num_tokens)
-        descriptor = BatchDescriptor(mode=CUDAGraphMode.NONE, num_tokens=num_tokens)
-        context = self.prepare_inputs_to_capture(descriptor, full_cudagraph=False, recorded_layers=frozenset())
-        with set_forward_context(context):
-            return trace(self.model, (self.buffers.input_ids.gpu, self.buffers.positions.gpu), num_tokens, self.options)
+        num_tokens = max(2, self.config.max_num_tokens - 1)
+        return trace(self.model, (self.buffers.input_ids.gpu, self.buffers.positions.gpu), num_tokens, self.options)
 
     def _report_start(self, passed_over: list[tuple[str, str]]) -> None:
         report = self.report

@@ -43,7 +43,9 @@ class BoundProgram:
 def trace(model: nn.Module, buffers: Sequence[torch.Tensor], num_tokens: int, options: Options) -> BoundProgram:
     """Call `model` once on the first `num_tokens` rows of `buffers` and keep the program that came of it.
 
-    The first dimension of the buffers is the dynamic one. RuntimeError for a model that Dynamo cannot trace whole,
+    The first dimension of the buffers is the dynamic one. `num_tokens` should be near the largest that will occur and
+    no other dimension's size: compiled code may assume upper bounds that hold for it, and sizes that are equal while
+    tracing may be taken for one. RuntimeError for a model that Dynamo cannot trace whole,
     naming the line.
     """
     caught: list[tuple[Program, Report]] = []
@@ -54,8 +56,10 @@ def trace(model: nn.Module, buffers: Sequence[torch.Tensor], num_tokens: int, op
         caught.append((program, report))
 
         def first_call(*args: Any) -> tuple[Any, ...]:
+            """Nobody reads the results of the traced call, so nothing is computed."""
             calls.append(args)
-            return program.run(args)
+            dim = program.token_dim
+            return tuple(dim.empty(f, num_tokens) if isinstance(f, torch.Tensor) else f for f in program.output_fakes)
 
         return first_call
 

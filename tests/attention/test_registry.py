@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from attention.base import AttentionBackend, AttentionCGSupport, AttentionImpl, AttentionSpec, MetadataBuilder
 from attention.backends.pytorch import TorchAttentionImpl, TorchBackend, TorchMetadataBuilder
+from attention.base import AttentionBackend, AttentionCGSupport, AttentionImpl, AttentionSpec, MetadataBuilder
 from attention.groups import init_attn_backend
 from attention.registry import choose_backend, get_backend, register_backend
 
@@ -77,7 +77,7 @@ def test_a_forced_backend_that_cannot_is_an_error_with_the_way_out() -> None:
 
 
 def test_an_unknown_backend_names_the_nearest() -> None:
-    with pytest.raises(ValueError, match="unknown attention backend 'tritn'.*did you mean 'triton'"):
+    with pytest.raises(ValueError, match=r"unknown attention backend 'tritn'.*did you mean 'triton'"):
         get_backend("tritn")
 
 

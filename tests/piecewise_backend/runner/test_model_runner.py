@@ -41,6 +41,14 @@ def test_one_trace_serves_every_size_from_one_token_up() -> None:
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
+@pytest.mark.parametrize("largest", [1, 2, 3])
+def test_the_smallest_limits_work(largest: int) -> None:
+    model = TinyDecoder()
+    runner = make_runner("FULL_AND_PIECEWISE", model=model, max_num_tokens=largest, max_num_reqs=1)
+    logits = runner.execute([work("a", [5], 0, [0])])
+    torch.testing.assert_close(logits[0], oracle_logits(model, [5])[-1], atol=1e-5, rtol=1e-4)
+
+
 def test_identical_layers_are_compiled_once() -> None:
     report = make_runner("NONE", model=TinyDecoder(num_layers=6)).report
     assert (report.num_pieces, report.num_breakpoints, len(report.compiled)) == (7, 6, 3)
