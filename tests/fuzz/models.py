@@ -286,7 +286,7 @@ _CROSS_ROW = [
     "{new} = torch.softmax({a}, 0)",
     "{new} = {a} + ({a} > 5).any()",
     "{new} = ({a} @ {a}.t()).softmax(-1) @ {a}",
-    "{new} = torch.cat({a}.chunk(2, 0)[::-1], 0)",
+    "{new} = torch.cat([{a}[{a}.shape[0] // 2 :], {a}[: {a}.shape[0] // 2]])",
     "self.total.copy_({a}.mean(0))",
     "self.total.add_({a}.sum(0) * 0.01)",
     "ids: {new} = {a} * ids.max()",
