@@ -15,7 +15,14 @@ import torch
 from torch import fx
 
 from piecewise_backend.config import Options
-from piecewise_backend.cudagraph.capture import CapturedProgram, Padded, Step, capture_session
+from piecewise_backend.cudagraph.capture import (
+    CapturedProgram,
+    Padded,
+    Step,
+    capture_session,
+    failure_reason,
+    is_out_of_memory,
+)
 from piecewise_backend.cudagraph.modes import CUDAGraphMode
 from piecewise_backend.cudagraph.recorder import GraphRecorder, unowned_all
 from piecewise_backend.cudagraph.rows import RealRows
@@ -232,7 +239,7 @@ class PlainCaller:
                     self.program, args, static, self.rules, count, target.size, thorough=not self._proved
                 )
         except Exception as error:
-            if _is_out_of_memory(error):
+            if is_out_of_memory(error):
                 self._drop(error, target)
                 return None
             why = f"the model does not run on padded rows ({type(error).__name__}: {error})"
@@ -382,12 +389,7 @@ class PlainCaller:
     def _drop(self, error: Exception, target: Target) -> None:
         """Recording failed: this target alone runs compiled from now on."""
         self._failed.add(target)
-        self._note(
-            ReasonCode.OUT_OF_MEMORY if _is_out_of_memory(error) else ReasonCode.CAPTURE_FAILED,
-            _sizes_text(target),
-            f"{type(error).__name__}: {error}",
-            "it runs compiled; the other sizes are not affected",
-        )
+        self.report.reasons.add(failure_reason(error, _sizes_text(target)))
 
     def _capture_again(self, key: Any, args: Sequence[Any], variant: Variant) -> tuple[Any, ...]:
         moved = [self.program.inputs[i].name for i in self._pinned if variant.addresses[i] != _address(args[i])]
@@ -488,10 +490,6 @@ def _address(value: Any) -> int:
 
 def _differs_in_addresses_only(one: Target, other: Target) -> bool:
     return (one.size, one.exact, one.sizes) == (other.size, other.exact, other.sizes) and one != other
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    return isinstance(error, torch.OutOfMemoryError | MemoryError)
 
 
 def _sizes_text(target: Target) -> str:

@@ -1,12 +1,14 @@
 """A decoder small enough to test with, built from our layers; and what it must compute, written plainly."""
 
+import random
+
 import torch
 from torch import nn
 from torch.nn.functional import linear, rms_norm, silu
 
 from attention.layers import Attention
 from piecewise_backend.config import parse_options
-from piecewise_backend.runner import ModelRunner, RunnerConfig, ScheduledRequest
+from piecewise_backend.runner import Engine, ModelRunner, RunnerConfig, SamplingParams, ScheduledRequest
 
 VOCAB, HIDDEN, HEADS, KV_HEADS, HEAD_SIZE = 97, 32, 4, 2, 16
 
@@ -93,3 +95,22 @@ def work(
     return ScheduledRequest(
         request_id=request_id, token_ids=token_ids, num_computed_tokens=computed, block_ids=blocks, is_decode=is_decode
     )
+
+
+def serve_at_random(engine: Engine, model: TinyDecoder, steps: int = 100) -> None:
+    """Let requests come at random while others are served; each must get the tokens it would get alone."""
+    rng = random.Random(3)
+    prompts: dict[str, list[int]] = {}
+    tokens: dict[str, list[int]] = {}
+    for step in range(steps):
+        if rng.random() < 0.3:
+            prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 50))]
+            prompts[engine.add(prompt, SamplingParams(max_tokens=rng.randint(1, 10)), f"r{step}")] = prompt
+        for token in engine.step():
+            tokens.setdefault(token.request_id, []).append(token.token_id)
+    while engine.has_work:
+        for token in engine.step():
+            tokens.setdefault(token.request_id, []).append(token.token_id)
+    assert prompts.keys() == tokens.keys()
+    for name, prompt in prompts.items():
+        assert tokens[name] == oracle_greedy(model, prompt, len(tokens[name])), f"{name}: prompt of {len(prompt)}"

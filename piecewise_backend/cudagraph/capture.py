@@ -17,6 +17,7 @@ from piecewise_backend.breakpoints import Breakpoint
 from piecewise_backend.cudagraph.recorder import GraphRecorder
 from piecewise_backend.cudagraph.rows import RealRows, TokenDim, copy_into
 from piecewise_backend.facts import Forbidden
+from piecewise_backend.reasons import Reason, ReasonCode
 
 logger = logging.getLogger(__name__)
 
@@ -272,3 +273,18 @@ def capture_session(recorder: GraphRecorder) -> Iterator[None]:
             gc.unfreeze()
         if enabled:
             gc.enable()
+
+
+def failure_reason(error: Exception, subject: str) -> Reason:
+    """Why a recording of `subject` failed, as the report has it."""
+    return Reason(
+        ReasonCode.OUT_OF_MEMORY if is_out_of_memory(error) else ReasonCode.CAPTURE_FAILED,
+        subject,
+        f"{type(error).__name__}: {error}",
+        "it runs without its graph; the other sizes are not affected",
+    )
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether memory ran out, on the device or on the host."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError)

@@ -7,14 +7,12 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from rich.progress import Progress
 
-from piecewise_backend.cudagraph.capture import CapturedProgram, capture_session
+from piecewise_backend.cudagraph.capture import CapturedProgram, capture_session, failure_reason
 from piecewise_backend.cudagraph.dispatch import Dispatcher
 from piecewise_backend.cudagraph.modes import BatchDescriptor
 from piecewise_backend.cudagraph.recorder import GraphRecorder
-from piecewise_backend.reasons import Reason, ReasonCode
 from piecewise_backend.report import Report, SizeReport
 
 logger = logging.getLogger(__name__)
@@ -50,15 +48,7 @@ class CudaGraphManager:
             create_forward_fn(descriptor, True)()
             captured = create_forward_fn(descriptor, False)()
         except Exception as error:
-            out_of_memory = isinstance(error, torch.OutOfMemoryError | MemoryError)
-            self.report.reasons.add(
-                Reason(
-                    ReasonCode.OUT_OF_MEMORY if out_of_memory else ReasonCode.CAPTURE_FAILED,
-                    str(descriptor),
-                    f"{type(error).__name__}: {error}",
-                    "this size runs without its graph; the others are not affected",
-                )
-            )
+            self.report.reasons.add(failure_reason(error, str(descriptor)))
             return
         assert captured is not None, "a recording returned nothing"
         size = SizeReport(

@@ -1,13 +1,11 @@
 """The runner on real CUDA graphs, against a dense computation without cache."""
 
-import random
-
 import pytest
 import torch
 
 from piecewise_backend.reasons import ReasonCode
-from piecewise_backend.runner import Engine, SamplingParams
-from tests.tiny import VOCAB, TinyDecoder, make_runner, oracle_greedy, oracle_logits, work
+from piecewise_backend.runner import Engine
+from tests.tiny import VOCAB, TinyDecoder, make_runner, oracle_logits, serve_at_random, work
 
 pytestmark = pytest.mark.gpu
 MODES = ["NONE", "PIECEWISE", "FULL", "FULL_AND_PIECEWISE"]
@@ -34,20 +32,7 @@ def test_prefill_chunks_and_decode_mixed_in_one_step_give_the_dense_logits(mode:
 def test_requests_that_come_and_go_at_random_get_the_tokens_they_get_alone(mode: str) -> None:
     model = TinyDecoder()
     engine = Engine(make_cuda_runner(mode, model, num_blocks=10), vocab_size=VOCAB)
-    rng = random.Random(3)
-    prompts, tokens = {}, {}
-    for step in range(120):
-        if rng.random() < 0.3:
-            prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 50))]
-            prompts[engine.add(prompt, SamplingParams(max_tokens=rng.randint(1, 10)), f"r{step}")] = prompt
-        for token in engine.step():
-            tokens.setdefault(token.request_id, []).append(token.token_id)
-    while engine.has_work:
-        for token in engine.step():
-            tokens.setdefault(token.request_id, []).append(token.token_id)
-    assert prompts.keys() == tokens.keys()
-    for name, prompt in prompts.items():
-        assert tokens[name] == oracle_greedy(model, prompt, len(tokens[name]))
+    serve_at_random(engine, model)
     assert (engine.runner.report.num_replays > 0) == (mode != "NONE")
     assert ReasonCode.CAPTURE_FAILED not in engine.runner.report.reasons.codes()
 

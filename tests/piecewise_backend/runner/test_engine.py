@@ -1,12 +1,10 @@
 """Continuous batching, against each prompt decoded alone."""
 
-import random
-
 import pytest
 
 from piecewise_backend.reasons import ReasonCode
 from piecewise_backend.runner import LLM, Engine, SamplingParams
-from tests.tiny import VOCAB, TinyDecoder, make_runner, oracle_greedy
+from tests.tiny import VOCAB, TinyDecoder, make_runner, oracle_greedy, serve_at_random
 
 PROMPTS = [[5], [1, 2, 3], list(range(40)), [7] * 20, list(range(90, 60, -1)), [3, 1, 4, 1, 5, 9, 2, 6], [11, 12]]
 
@@ -14,6 +12,12 @@ PROMPTS = [[5], [1, 2, 3], list(range(40)), [7] * 20, list(range(90, 60, -1)), [
 def make_engine(mode: str = "FULL_AND_PIECEWISE", **settings: object) -> tuple[Engine, TinyDecoder]:
     model = TinyDecoder()
     return Engine(make_runner(mode, model=model, **settings), vocab_size=VOCAB), model
+
+
+def make_llm(model: TinyDecoder, **limits: int) -> LLM:
+    options = {"recorder": "emulated", "compiler": "eager", "cache": False}
+    limits = {"max_num_tokens": 16, "max_num_reqs": 4, "max_model_len": 64, "block_size": 16} | limits
+    return LLM(model, vocab_size=VOCAB, device="cpu", options=options, **limits)
 
 
 def run(engine: Engine) -> dict[str, list[int]]:
@@ -43,34 +47,12 @@ def test_preemption_changes_no_token(mode: str) -> None:
 
 def test_requests_that_come_and_go_at_random_get_the_tokens_they_get_alone() -> None:
     engine, model = make_engine("FULL_AND_PIECEWISE", num_blocks=8)
-    rng = random.Random(3)
-    prompts, tokens = {}, {}
-    for step in range(80):
-        if rng.random() < 0.3:
-            prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 50))]
-            prompts[engine.add(prompt, SamplingParams(max_tokens=rng.randint(1, 10)), f"r{step}")] = prompt
-        for token in engine.step():
-            tokens.setdefault(token.request_id, []).append(token.token_id)
-    for name, rest in run(engine).items():
-        tokens[name] = tokens.get(name, []) + rest
-    assert prompts.keys() == tokens.keys()
-    for name, prompt in prompts.items():
-        assert tokens[name] == oracle_greedy(model, prompt, len(tokens[name]))
+    serve_at_random(engine, model)
 
 
 def test_a_bad_prompt_is_refused_and_the_others_are_served() -> None:
     model = TinyDecoder()
-    llm = LLM(
-        model,
-        vocab_size=VOCAB,
-        device="cpu",
-        options={"recorder": "emulated", "compiler": "eager", "cache": False},
-        max_num_tokens=16,
-        max_num_reqs=4,
-        max_model_len=64,
-        num_blocks=4,
-        block_size=16,
-    )
+    llm = make_llm(model, num_blocks=4)
     results = llm.generate([[1, 2], [], [VOCAB], [1] * 64, [3]], SamplingParams(max_tokens=4))
     assert [r.finish_reason for r in results] == ["length", "refused", "refused", "refused", "length"]
     assert results[0].token_ids == oracle_greedy(model, [1, 2], 4)
@@ -92,15 +74,7 @@ def test_more_blocks_than_exist_is_an_error_that_says_how_many() -> None:
 
 def test_streams_that_overlap_do_not_take_each_others_tokens() -> None:
     model = TinyDecoder()
-    llm = LLM(
-        model,
-        vocab_size=VOCAB,
-        device="cpu",
-        options={"recorder": "emulated", "compiler": "eager", "cache": False},
-        max_num_tokens=16,
-        max_num_reqs=4,
-        max_model_len=64,
-    )
+    llm = make_llm(model)
     one, other = (llm.stream([p], SamplingParams(max_tokens=6)) for p in ([1, 2], [9]))
     mixed = [(next(one).token_id, next(other).token_id) for _ in range(6)]
     assert [a for a, _ in mixed] == oracle_greedy(model, [1, 2], 6)
@@ -108,15 +82,7 @@ def test_streams_that_overlap_do_not_take_each_others_tokens() -> None:
 
 
 def test_leaving_a_stream_early_frees_its_blocks() -> None:
-    llm = LLM(
-        TinyDecoder(),
-        vocab_size=VOCAB,
-        device="cpu",
-        options={"recorder": "none", "compiler": "eager", "cache": False},
-        max_num_tokens=16,
-        max_num_reqs=4,
-        max_model_len=64,
-    )
+    llm = make_llm(TinyDecoder())
     stream = llm.stream([[1, 2, 3]], SamplingParams(max_tokens=20))
     next(stream)
     stream.close()
