@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,53 +26,29 @@ from piecewise_backend.cudagraph.modes import CUDAGraphMode
 from piecewise_backend.cudagraph.recorder import GraphRecorder, unowned_all
 from piecewise_backend.cudagraph.rows import RealRows
 from piecewise_backend.cudagraph.sizes import smallest_fitting
-from piecewise_backend.outputs import HandOut, OutputPlan
+from piecewise_backend.outputs import OutputPlan
 from piecewise_backend.padding import SavedState, says_nothing, why_padding_matters
 from piecewise_backend.program import Program
 from piecewise_backend.reasons import Reason, ReasonCode
 from piecewise_backend.report import Report, SizeReport
-from piecewise_backend.static_inputs import CopyIn, StaticInputs, StaticMemory, default_rule
+from piecewise_backend.static_inputs import StaticInputs, StaticMemory, padding_rule
+from piecewise_backend.variants import (
+    Bound,
+    Target,
+    Variant,
+    address_of,
+    addresses_of,
+    aliases_as_traced,
+    differs_in_addresses_only,
+    own_address_inputs,
+    same_addresses,
+    sizes_text,
+    written_storages,
+)
 
 logger = logging.getLogger(__name__)
 
 _MANY_SIGHTINGS = 4096
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """What one capture would serve."""
-
-    size: int
-    exact: bool
-    """Only calls of exactly this size: nothing is padded."""
-    sizes: tuple[int, ...]
-    """All symbolic sizes, where exact."""
-    addresses: tuple[int, ...]
-    """Of the inputs that keep their own addresses."""
-
-
-@dataclass(slots=True, eq=False)
-class Variant:
-    """One captured size at one set of addresses."""
-
-    captured: CapturedProgram
-    static: StaticInputs
-    rows: RealRows
-    target: Target
-    report: SizeReport
-    addresses: list[int]
-
-
-@dataclass(slots=True, eq=False)
-class Bound:
-    """A variant as it serves calls of one size: nothing is worked out again from call to call."""
-
-    variant: Variant
-    count: int
-    copy_in: CopyIn
-    hand_out: HandOut
-    written: frozenset[int]
-    """Storages that the graphs write to where they lie; none of the copied inputs may share them."""
 
 
 class PlainCaller:
@@ -155,7 +130,7 @@ class PlainCaller:
     # Planning: the first calls of a size.
 
     def _plan(self, key: Any, args: Sequence[Any]) -> tuple[Any, ...]:
-        if not self._aliases_as_traced(args):
+        if not aliases_as_traced(self.program, args):
             return self._run_as_traced(args)
         count = args[self._ints[0]] if self._ints else 0
         target = self._target(key, count)
@@ -286,25 +261,6 @@ class PlainCaller:
             and (self.mode.mixed is CUDAGraphMode.PIECEWISE or not padding_would_break)
         )
 
-    def _aliases_as_traced(self, args: Sequence[Any]) -> bool:
-        """Whether written memory is shared by the same inputs, at the same distances, as in the trace."""
-        if not self._written:
-            return True
-        inputs = self.program.inputs
-        storages = [args[i].untyped_storage().data_ptr() if args[i].numel() else -1 - i for i in self._tensors]
-        written = {s for i, s in zip(self._tensors, storages, strict=True) if inputs[i].storage in self._written}
-        first: dict[int, int] = {}
-        traced: dict[int, int] = {}
-        for i, storage in zip(self._tensors, storages, strict=True):
-            fake = inputs[i].fake
-            expected = traced.setdefault(inputs[i].storage, i) if inputs[i].storage in self._written else i
-            if (first.setdefault(storage, i) if storage in written else i) != expected and args[i].numel():
-                return False
-            distance = fake.storage_offset() - inputs[expected].fake.storage_offset()
-            if isinstance(distance, int) and args[i].storage_offset() - args[expected].storage_offset() != distance:
-                return False
-        return True
-
     # Capturing.
 
     def _capture(self, key: Any, target: Target, args: Sequence[Any], count: int) -> tuple[Any, ...]:
@@ -334,7 +290,7 @@ class PlainCaller:
                     saved.restore()
             self._drop(error, target)
             return self._run_compiled(args)
-        variant = Variant(captured, static, rows, target, self._size_report(captured, target), _addresses(args))
+        variant = Variant(captured, static, rows, target, self._size_report(captured, target), addresses_of(args))
         self._by_target[target] = variant
         return self._bind(key, variant, args, count).hand_out(args)
 
@@ -378,7 +334,7 @@ class PlainCaller:
         if broken and self.mode not in (CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL_AND_PIECEWISE):
             self._note(
                 ReasonCode.MODE_ADAPTED,
-                _sizes_text(target),
+                sizes_text(target),
                 f"mode {self.mode.name} and {broken[0]} must break",
                 "ask for mode FULL_AND_PIECEWISE",
             )
@@ -389,10 +345,10 @@ class PlainCaller:
     def _drop(self, error: Exception, target: Target) -> None:
         """Recording failed: this target alone runs compiled from now on."""
         self._failed.add(target)
-        self.report.reasons.add(failure_reason(error, _sizes_text(target)))
+        self.report.reasons.add(failure_reason(error, sizes_text(target)))
 
     def _capture_again(self, key: Any, args: Sequence[Any], variant: Variant) -> tuple[Any, ...]:
-        moved = [self.program.inputs[i].name for i in self._pinned if variant.addresses[i] != _address(args[i])]
+        moved = [self.program.inputs[i].name for i in self._pinned if variant.addresses[i] != address_of(args[i])]
         self._note(
             ReasonCode.INPUT_MOVED,
             moved[0],
@@ -410,13 +366,13 @@ class PlainCaller:
     def _replaces_another(self, target: Target) -> bool:
         """Make room: the oldest graphs of the same size at other addresses go, since those tensors are likely gone."""
         for other, variant in self._by_target.items():
-            if _differs_in_addresses_only(other, target):
+            if differs_in_addresses_only(other, target):
                 self._forget(variant)
                 return True
         return False
 
     def _note_moved(self, target: Target) -> None:
-        if any(_differs_in_addresses_only(other, target) for other in self._by_target):
+        if any(differs_in_addresses_only(other, target) for other in self._by_target):
             self._note(
                 ReasonCode.INPUT_MOVED,
                 self.program.inputs[self._moving[0]].name,
@@ -442,55 +398,3 @@ class PlainCaller:
 
     def _note(self, code: ReasonCode, subject: str, detail: str, hint: str = "") -> None:
         self.report.reasons.add(Reason(code, subject, detail, hint))
-
-
-def written_storages(program: Program) -> frozenset[int]:
-    """Numbers of the inputs' storages that the program writes to."""
-    return frozenset(i.storage for i in program.inputs if i.is_written)
-
-
-def own_address_inputs(program: Program) -> list[int]:
-    """Inputs recorded where they are: parameters, and whatever shares memory with something the program writes."""
-    written = written_storages(program)
-    return [
-        n
-        for n, i in enumerate(program.inputs)
-        if isinstance(i.fake, torch.Tensor) and (i.is_static or i.storage in written)
-    ]
-
-
-def padding_rule(padding: Any, name: str, fake: Any) -> str:
-    """The declared rule for an input, or the default of its dtype."""
-    if isinstance(padding, str):
-        return padding
-    for asked, rule in (padding or {}).items():
-        if name == asked or name.strip("_").removeprefix("l_") == asked:
-            return rule
-    return default_rule(fake) if isinstance(fake, torch.Tensor) else "leave"
-
-
-def same_addresses(args: Sequence[Any], addresses: list[int], indices: list[int]) -> bool:
-    """Whether the tensors at `indices` still lie at `addresses` (one per argument)."""
-    if _same_addresses_native is not None:
-        return _same_addresses_native(list(args), addresses, indices)
-    return all(args[i].data_ptr() == addresses[i] for i in indices)
-
-
-# Present in CUDA builds only.
-_same_addresses_native = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
-
-
-def _addresses(args: Sequence[Any]) -> list[int]:
-    return [_address(a) for a in args]
-
-
-def _address(value: Any) -> int:
-    return value.data_ptr() if isinstance(value, torch.Tensor) else 0
-
-
-def _differs_in_addresses_only(one: Target, other: Target) -> bool:
-    return (one.size, one.exact, one.sizes) == (other.size, other.exact, other.sizes) and one != other
-
-
-def _sizes_text(target: Target) -> str:
-    return f"{target.size} rows" if target.size else "fixed sizes"

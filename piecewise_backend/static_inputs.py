@@ -142,6 +142,16 @@ class CopyIn:
             assert rule == "leave", f"unknown padding rule {rule!r}"
 
 
+def padding_rule(padding: Any, name: str, fake: Any) -> str:
+    """The declared rule for an input, or the default of its dtype."""
+    if isinstance(padding, str):
+        return padding
+    for asked, rule in (padding or {}).items():
+        if name == asked or name.strip("_").removeprefix("l_") == asked:
+            return rule
+    return default_rule(fake) if isinstance(fake, torch.Tensor) else "leave"
+
+
 def default_rule(fake: torch.Tensor) -> str:
     """Floats keep what the rows held (the proof of padding covers any content); integers, which may be indices, and
     booleans repeat the last real row, since only values that occur are known to be valid."""

@@ -35,6 +35,7 @@ LAYER = {
     "padding": 2,
     "outputs": 2,
     "plain": 2,
+    "variants": 2,
     "backend": 3,
     "runner": 4,
     "doctor": 4,
