@@ -23,6 +23,8 @@ import pytest
 import torch
 from torch import nn
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from benchmarks.record import write
 from piecewise_backend.backend import compile_graph
 from piecewise_backend.config import parse_options
@@ -213,6 +215,8 @@ def start_a_model() -> None:
     """Compile a 12-layer Llama and print how long that took."""
     import time
 
+    import torch._dynamo
+    import torch._inductor.compile_fx
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from piecewise_backend.backend import mrv2, reports
@@ -239,5 +243,4 @@ def start_a_model() -> None:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     start_a_model()
