@@ -1,0 +1,68 @@
+"""What metadata says of a padded batch, and what builders are told of capturing."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from attention.backends.pytorch import TorchBackend, TorchMetadataBuilder
+from attention.metadata import CommonAttentionMetadata
+from piecewise_backend.cudagraph.modes import BatchDescriptor, CUDAGraphMode
+from piecewise_backend.runner.batch import InputBatch
+from tests.tiny import TinyDecoder, make_runner, work
+
+
+@pytest.fixture
+def builds(monkeypatch: pytest.MonkeyPatch) -> list[tuple[CommonAttentionMetadata, bool]]:
+    """Every call of a builder: (facts of the batch, for_capture)."""
+    calls: list[tuple[CommonAttentionMetadata, bool]] = []
+
+    class Recording(TorchMetadataBuilder):
+        def build(self, common: CommonAttentionMetadata, *, for_capture: bool) -> Any:
+            calls.append((common, for_capture))
+            return super().build(common, for_capture=for_capture)
+
+    monkeypatch.setattr(TorchBackend, "get_builder_cls", staticmethod(lambda: Recording))
+    return calls
+
+
+def test_padded_requests_and_tokens_are_inert(builds: list[tuple[CommonAttentionMetadata, bool]]) -> None:
+    """R36: metadata tells the true number of tokens."""
+    runner = make_runner("NONE", model=TinyDecoder())
+    for buffer in (runner.buffers.seq_lens, runner.buffers.query_start_loc, runner.buffers.block_table):
+        buffer.cpu.fill_(77)
+    batch = InputBatch.make([work("a", [1, 2, 3, 4], 2, [5]), work("b", [7, 8], 0, [6])])
+    descriptor = BatchDescriptor(mode=CUDAGraphMode.FULL, num_tokens=8, num_reqs=4, max_query_len=8)
+    runner.state.prepare_inputs(batch, 8)
+    runner.state.prepare_attn(batch, descriptor)
+    common, for_capture = builds[-1]
+    assert not for_capture
+    assert (common.num_tokens, common.num_actual_tokens, common.num_reqs, common.max_query_len) == (8, 6, 4, 8)
+    assert common.query_start_loc.tolist() == [0, 4, 6, 6, 6]
+    assert common.seq_lens.tolist() == [6, 2, 0, 0]
+    assert common.slot_mapping.tolist() == [5 * 16 + i for i in (2, 3, 4, 5)] + [6 * 16, 6 * 16 + 1, -1, -1]
+    assert common.block_table[2:].eq(0).all()
+    assert runner.buffers.input_ids.cpu[:8].tolist() == [1, 2, 3, 4, 7, 8, 0, 0]
+    assert runner.buffers.positions.cpu[:8].tolist() == [2, 3, 4, 5, 0, 1, 0, 0]
+
+
+@pytest.mark.parametrize(("mode", "recorded"), [("FULL", True), ("PIECEWISE", False)])
+def test_metadata_is_built_for_capture_exactly_where_attention_is_recorded(
+    mode: str, recorded: bool, builds: list[tuple[CommonAttentionMetadata, bool]]
+) -> None:
+    runner = make_runner(mode, capture_sizes=[8])
+    assert [for_capture for _, for_capture in builds] == [recorded, recorded], "fresh for warm-up and for capture"
+    assert all(common.max_seq_len == 128 and common.slot_mapping.eq(-1).all() for common, _ in builds[:1])
+    builds.clear()
+    runner.execute([work("a", [1, 2, 3], 0, [0])])
+    assert [for_capture for _, for_capture in builds] == [False], "running is not capturing"
+
+
+def test_addresses_do_not_depend_on_the_batch(builds: list[tuple[CommonAttentionMetadata, bool]]) -> None:
+    runner = make_runner("FULL", capture_sizes=[8])
+    runner.execute([work("a", [1, 2, 3], 0, [0])])
+    runner.execute([work("b", [9], 3, [4], is_decode=True), work("c", [1, 2, 3, 4], 0, [2])])
+    for field in ("query_start_loc", "seq_lens", "block_table", "slot_mapping"):
+        assert len({getattr(common, field).data_ptr() for common, _ in builds}) == 1, field
+        assert len({getattr(common, field).shape for common, _ in builds}) == 1, field
+    assert isinstance(builds[0][0].seq_lens, torch.Tensor)
