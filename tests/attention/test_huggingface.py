@@ -1,5 +1,6 @@
 """Decoders of several families, tiny and random, against transformers' own generation."""
 
+import random
 from typing import Any
 
 import pytest
@@ -80,6 +81,21 @@ def test_a_llama_on_the_triton_backend_generates_what_transformers_generates(mod
     llm = make_llm(model, mode, attention_backend="triton")
     assert {g.backend.name for g in llm.runner.groups} == {"triton"}
     completions = llm.generate(PROMPTS, SamplingParams(max_tokens=8))
+    assert [c.token_ids for c in completions] == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["NONE", "PIECEWISE", "FULL", "FULL_AND_PIECEWISE"])
+def test_sixteen_prompts_of_up_to_200_tokens_on_the_triton_backend(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SMALL, "max_position_embeddings", 512)
+    model, rng = make("Llama"), random.Random(0)
+    lengths = [1, 2, 3, 5, 8, 16, 17, 31, 33, 48, 64, 65, 100, 128, 150, 200]
+    prompts = [[rng.randrange(2, 96) for _ in range(length)] for length in lengths]
+    options = {"recorder": "emulated", "compiler": "eager", "cache": False, "capture_sizes": [4, 16, 64]}
+    limits = {"max_num_tokens": 64, "max_num_reqs": 16, "max_model_len": 256}
+    expected = [generate(model, prompt, 32) for prompt in prompts]
+    llm = LLM(model, mode=mode, options=options, device="cpu", attention_backend="triton", **limits)
+    completions = llm.generate(prompts, SamplingParams(max_tokens=32))
     assert [c.token_ids for c in completions] == expected
 
 
