@@ -92,8 +92,8 @@ class Report:
         return Group(*parts)  # type: ignore[arg-type]
 
     def _sizes_table(self) -> Table:
-        table = Table(title="captured", title_justify="left", box=None)
-        for column in ("variant", "graphs", "eager ops", "capture", "memory", "replays", "padding"):
+        table = Table(title="captured", title_justify="left", box=None, padding=(0, 1, 0, 0))
+        for column in ("variant", "graphs", "eager", "capture", "memory", "replays", "padding"):
             table.add_column(column, justify="left" if column == "variant" else "right", no_wrap=True)
         for s in self.sizes:
             rows = s.replays * s.num_tokens
