@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import torch
+
+from attention.specs import AttentionSpec
 
 if TYPE_CHECKING:
     from attention.metadata import CommonAttentionMetadata
@@ -36,37 +37,6 @@ class UncapturableMetadata(RuntimeError):
     """A builder was asked for metadata that it cannot bake into a graph. The message says why."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionSpec:
-    """What one attention layer computes; equal specs share a builder.
-
-    `sliding_window` counts the key positions a query sees, itself included; `soft_cap` c bounds the scaled scores by
-    c * tanh(score / c) (Gemma 2, https://arxiv.org/abs/2408.00118, section 2).
-    """
-
-    num_heads: int
-    num_kv_heads: int
-    head_size: int
-    block_size: int
-    dtype: torch.dtype
-    scale: float
-    sliding_window: int | None = None
-    soft_cap: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"num_heads must be a multiple of num_kv_heads, got {self.num_heads} and {self.num_kv_heads}"
-            )
-        if self.sliding_window is not None and self.sliding_window < 1:
-            raise ValueError(f"sliding_window must be at least 1 or None, got {self.sliding_window}")
-
-    @property
-    def kv_cache_shape_per_block(self) -> tuple[int, int, int, int]:
-        """(2, block_size, num_kv_heads, head_size): keys at index 0, values at index 1."""
-        return (2, self.block_size, self.num_kv_heads, self.head_size)
-
-
 class MetadataBuilder(ABC, Generic[MetadataT]):
     """Turns the neutral facts of one batch into what the backend's kernel reads.
 
@@ -76,9 +46,16 @@ class MetadataBuilder(ABC, Generic[MetadataT]):
 
     cudagraph_support: ClassVar[AttentionCGSupport]
 
+    advances_on_device: ClassVar[bool] = False
+    """Whether recorded decode metadata stays right when sequence lengths, positions and slots are advanced in the
+    runner's device buffers by some tokens, without a new build: kernels read them there, up to the maximal length."""
+    unrecorded_fields: ClassVar[frozenset[str]] = frozenset()
+    """Fields of the metadata that no recorded kernel reads: they may change between capture and replay."""
+
     def __init__(
-        self, spec: AttentionSpec, *, max_num_reqs: int, max_num_tokens: int, max_model_len: int, device: torch.device
+        self, spec: Any, *, max_num_reqs: int, max_num_tokens: int, max_model_len: int, device: torch.device
     ) -> None:
+        """`spec`: the `LayerSpec` of the group's layers."""
         self.spec = spec
         self.max_num_reqs = max_num_reqs
         self.max_num_tokens = max_num_tokens
@@ -99,7 +76,7 @@ class MetadataBuilder(ABC, Generic[MetadataT]):
 
 
 class AttentionImpl(ABC, Generic[MetadataT]):
-    """The computation of one attention group, shared by its layers."""
+    """The computation of one group of attention layers, shared by them."""
 
     def __init__(self, spec: AttentionSpec) -> None:
         self.spec = spec
@@ -121,7 +98,7 @@ class AttentionBackend(ABC):
 
     @classmethod
     @abstractmethod
-    def unsupported_reason(cls, spec: AttentionSpec, device: torch.device) -> str | None:
+    def unsupported_reason(cls, spec: Any, device: torch.device) -> str | None:
         """Why this backend cannot run `spec` on `device`; None when it can."""
 
     @staticmethod
@@ -131,5 +108,6 @@ class AttentionBackend(ABC):
 
     @staticmethod
     @abstractmethod
-    def get_impl_cls() -> type[AttentionImpl[Any]]:
-        """The computation's class."""
+    def get_impl_cls() -> type[Any] | None:
+        """The computation's class, made with the spec: its `forward` gets the operator's tensors, `metadata=` and
+        `out`. None where the operator computes by itself, from tensors alone."""

@@ -12,14 +12,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from attention.base import AttentionImpl
-
 
 @dataclass(slots=True, kw_only=True)
 class ForwardContext:
     """The layers of a model and the metadata of the step being run."""
 
-    impls: Mapping[str, AttentionImpl[Any]]
+    impls: Mapping[str, Any]
     """Layer name to the implementation of its group."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """Layer name to its group's metadata for this step."""
@@ -32,9 +30,14 @@ class ForwardContext:
 _current = threading.local()
 
 
+def current_forward_context() -> ForwardContext | None:
+    """The context of the forward pass running on this thread; None outside of one."""
+    return getattr(_current, "context", None)
+
+
 def get_forward_context() -> ForwardContext:
-    """The context of the forward pass running on this thread."""
-    context = getattr(_current, "context", None)
+    """The context of the forward pass running on this thread. RuntimeError outside of one."""
+    context = current_forward_context()
     if context is None:
         raise RuntimeError(
             "an mrv2 attention layer ran outside a forward context: it needs paged-cache metadata. Run the model "
@@ -44,9 +47,9 @@ def get_forward_context() -> ForwardContext:
 
 
 @contextlib.contextmanager
-def set_forward_context(context: ForwardContext) -> Iterator[ForwardContext]:
+def set_forward_context(context: ForwardContext | None) -> Iterator[ForwardContext | None]:
     """Make `context` current on this thread; nested calls restore the outer one."""
-    outer = getattr(_current, "context", None)
+    outer = current_forward_context()
     _current.context = context
     try:
         yield context

@@ -1,4 +1,4 @@
-"""Attention groups: layers that share a backend and a spec share one builder and one set of metadata."""
+"""Groups: layers that share a backend and a spec share one builder and one set of metadata."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from attention.base import AttentionBackend, AttentionCGSupport, AttentionImpl, AttentionSpec, MetadataBuilder
+from attention.base import AttentionBackend, AttentionCGSupport, MetadataBuilder
 from attention.registry import choose_backend
+from attention.specs import LayerSpec
 
 logger = logging.getLogger(__name__)
 
@@ -20,14 +21,21 @@ class AttentionGroup:
     """Layers that run the same kernel on the same kind of cache."""
 
     backend: type[AttentionBackend]
-    spec: AttentionSpec
+    spec: LayerSpec
     layer_names: tuple[str, ...]
     builder: MetadataBuilder[Any]
-    impl: AttentionImpl[Any]
+    impl: Any
+    """See `AttentionBackend.get_impl_cls`; None where the operator needs none."""
     support: AttentionCGSupport
 
+    @property
+    def in_piece(self) -> bool:
+        """Whether the layers' operator belongs into the pieces."""
+        return self.spec.in_piece
+
     def __str__(self) -> str:
-        return f"{self.backend.name} ({len(self.layer_names)} layers)"
+        count = len(self.layer_names)
+        return f"{self.backend.name} ({count} layer{'s' if count > 1 else ''})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +47,7 @@ class AttentionCGSupportInfo:
 
 
 def init_attn_backend(
-    specs: Mapping[str, AttentionSpec],
+    specs: Mapping[str, LayerSpec],
     *,
     max_num_reqs: int,
     max_num_tokens: int,
@@ -52,7 +60,7 @@ def init_attn_backend(
     Returns the groups, their least support, and what was passed over: (backend name, why). ValueError when a forced
     backend cannot run a layer, or none can.
     """
-    layers_of: dict[tuple[type[AttentionBackend], AttentionSpec], list[str]] = {}
+    layers_of: dict[tuple[type[AttentionBackend], LayerSpec], list[str]] = {}
     passed_over: dict[tuple[str, str], None] = {}
     for name, spec in specs.items():
         choice = choose_backend(spec, device, forced)
@@ -63,17 +71,26 @@ def init_attn_backend(
         builder = backend.get_builder_cls()(
             spec, max_num_reqs=max_num_reqs, max_num_tokens=max_num_tokens, max_model_len=max_model_len, device=device
         )
+        impl_cls = backend.get_impl_cls()
         groups.append(
             AttentionGroup(
                 backend=backend,
                 spec=spec,
                 layer_names=tuple(names),
                 builder=builder,
-                impl=backend.get_impl_cls()(spec),
+                impl=None if impl_cls is None else impl_cls(spec),
                 support=_declared_support(backend, builder),
             )
         )
-    return groups, _least_support(groups), list(passed_over)
+    return groups, least_support(groups), list(passed_over)
+
+
+def least_support(groups: list[AttentionGroup]) -> AttentionCGSupportInfo:
+    """The least support of `groups`."""
+    if not groups:
+        return AttentionCGSupportInfo(AttentionCGSupport.ALWAYS, "no attention layers")
+    least = min(groups, key=lambda g: g.support)
+    return AttentionCGSupportInfo(least.support, least.backend.name)
 
 
 def _declared_support(backend: type[AttentionBackend], builder: MetadataBuilder[Any]) -> AttentionCGSupport:
@@ -88,10 +105,3 @@ def _declared_support(backend: type[AttentionBackend], builder: MetadataBuilder[
             type(builder).__name__,
         )
         return AttentionCGSupport.NEVER
-
-
-def _least_support(groups: list[AttentionGroup]) -> AttentionCGSupportInfo:
-    if not groups:
-        return AttentionCGSupportInfo(AttentionCGSupport.ALWAYS, "no attention layers")
-    least = min(groups, key=lambda g: g.support)
-    return AttentionCGSupportInfo(least.support, least.backend.name)

@@ -1,4 +1,4 @@
-"""Paged key/value caches: how large a block is, and the tensors."""
+"""The tensors behind the cache specs: paged caches, found by block, and states, found by a request's slot."""
 
 from __future__ import annotations
 
@@ -6,25 +6,28 @@ from collections.abc import Mapping
 
 import torch
 
-from attention.base import AttentionSpec
+from attention.specs import LayerSpec
 
 
-def block_bytes(specs: Mapping[str, AttentionSpec]) -> int:
+def block_bytes(specs: Mapping[str, LayerSpec]) -> int:
     """Bytes that one block takes over all layers."""
-    total = 0
-    for spec in specs.values():
-        elements = 1
-        for size in spec.kv_cache_shape_per_block:
-            elements *= size
-        total += elements * spec.dtype.itemsize
-    return total
+    return sum(c.num_bytes for spec in specs.values() for c in spec.caches().values() if c.per == "block")
 
 
-def allocate_kv_caches(
-    specs: Mapping[str, AttentionSpec], num_blocks: int, device: torch.device
-) -> dict[str, torch.Tensor]:
-    """One zeroed [num_blocks, 2, block_size, num_kv_heads, head_size] cache per layer, in the layer's dtype."""
+def state_bytes(specs: Mapping[str, LayerSpec]) -> int:
+    """Bytes that one request's states take over all layers."""
+    return sum(c.num_bytes for spec in specs.values() for c in spec.caches().values() if c.per == "request")
+
+
+def allocate_caches(
+    specs: Mapping[str, LayerSpec], *, num_blocks: int, num_slots: int, device: torch.device
+) -> dict[str, dict[str, torch.Tensor]]:
+    """Layer name to its caches by name, zeroed: [num_blocks or num_slots, *shape] each."""
+    count = {"block": num_blocks, "request": num_slots}
     return {
-        name: torch.zeros(num_blocks, *spec.kv_cache_shape_per_block, dtype=spec.dtype, device=device)
-        for name, spec in specs.items()
+        layer: {
+            name: torch.zeros(count[cache.per], *cache.shape, dtype=cache.dtype, device=device)
+            for name, cache in spec.caches().items()
+        }
+        for layer, spec in specs.items()
     }

@@ -1,25 +1,73 @@
-"""Modules that a model is built from: attention over a paged cache."""
+"""Modules that a model is built from: layers that keep caches, which a runner binds before the first call."""
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import ClassVar
 
 import torch
 from torch import nn
 
-from attention.base import AttentionSpec
-from attention.ops import attention, write_kv_cache
+from attention.ops import (
+    attention,
+    compress_kv,
+    compressed_attention,
+    linear_attention,
+    short_conv,
+    write_cache,
+    write_kv_cache,
+)
+from attention.specs import (
+    AttentionSpec,
+    CompressedAttentionSpec,
+    KVCompressorSpec,
+    LayerSpec,
+    LinearAttentionSpec,
+    ShortConvSpec,
+    check_at_least,
+)
+
+_REQUEST_FACTS = ("token_request", "query_start_loc", "seq_lens", "state_slots")
 
 
-class Attention(nn.Module):
+class CachedLayer(nn.Module, ABC):
+    """A layer with caches. It holds none itself: before the first call a runner binds them, and the persistent
+    buffers with each step's facts. All are buffers of the module, so a compiled graph takes them as inputs and
+    identical layers compile to identical code.
+
+    Calls take the tokens of a step as one flat batch, padding included; rows of padded tokens are undefined in results.
+    """
+
+    bound: ClassVar[tuple[str, ...]]
+    """Names of the buffers to be bound."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer_name = ""
+        for name in self.bound:
+            self.register_buffer(name, torch.empty(0), persistent=False)
+
+    @abstractmethod
+    def get_spec(self, *, block_size: int, dtype: torch.dtype, num_draft_tokens: int = 0) -> LayerSpec:
+        """What this layer computes, for caches of `block_size` tokens a block in `dtype`, when steps may have up to
+        `num_draft_tokens` tokens that are rejected afterwards."""
+
+    def bind(self, layer_name: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Attach caches and the runner's persistent buffers, by name. Before the first call."""
+        self.layer_name = layer_name
+        for name in self.bound:
+            setattr(self, name, tensors[name])
+
+
+class Attention(CachedLayer):
     """Causal self-attention over a paged cache: writes this step's keys and values, then attends.
-
-    The layer holds no state of its own: the runner binds a cache and a slot mapping before the first call. Both are
-    buffers, so a compiled graph takes them as inputs and identical layers compile to identical code.
 
     scale: multiplies the scores, default 1 / sqrt(head_size). sliding_window, soft_cap: see `AttentionSpec`.
     """
 
+    bound = ("kv_cache", "slot_mapping")
     kv_cache: torch.Tensor
     slot_mapping: torch.Tensor
 
@@ -40,12 +88,8 @@ class Attention(nn.Module):
         self.scale = scale if scale is not None else 1 / math.sqrt(head_size)
         self.sliding_window = sliding_window
         self.soft_cap = soft_cap
-        self.layer_name = ""
-        self.register_buffer("kv_cache", torch.empty(0), persistent=False)
-        self.register_buffer("slot_mapping", torch.empty(0, dtype=torch.int64), persistent=False)
 
-    def get_spec(self, *, block_size: int, dtype: torch.dtype) -> AttentionSpec:
-        """What this layer computes, for a cache of `block_size` tokens a block in `dtype`."""
+    def get_spec(self, *, block_size: int, dtype: torch.dtype, num_draft_tokens: int = 0) -> AttentionSpec:
         return AttentionSpec(
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
@@ -57,16 +101,10 @@ class Attention(nn.Module):
             soft_cap=self.soft_cap,
         )
 
-    def bind(self, layer_name: str, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-        """Attach the layer's cache and the runner's slot buffer ([max_num_tokens] int64). Before the first call."""
-        self.layer_name = layer_name
-        self.kv_cache = kv_cache
-        self.slot_mapping = slot_mapping
-
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """query [T, num_heads * head_size] or [T, num_heads, head_size]; key, value likewise with num_kv_heads.
 
-        Returns a tensor of query's shape and dtype. Rows of padded tokens are undefined.
+        Returns a tensor of query's shape and dtype.
         """
         shape = query.shape
         query = query.view(-1, self.num_heads, self.head_size)
@@ -78,6 +116,182 @@ class Attention(nn.Module):
         return out.view(shape)
 
 
-def attention_layers(model: nn.Module) -> dict[str, Attention]:
-    """The `Attention` layers of a model, by name."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, Attention)}
+class ShortConv(CachedLayer):
+    """Causal depthwise convolution: out[p] = sum over j < kernel_size of weight[:, kernel_size - 1 - j] * x[p - j].
+
+    x before a request's first token is zero. With `silu`, the result x becomes x * sigmoid(x). As the convolutions of
+    Mamba (https://arxiv.org/abs/2312.00752, section 3.4). Runs inside the pieces.
+    """
+
+    bound = ("conv_state", *_REQUEST_FACTS)
+    conv_state: torch.Tensor
+    token_request: torch.Tensor
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    state_slots: torch.Tensor
+
+    def __init__(self, dim: int, kernel_size: int, *, bias: bool = False, silu: bool = False) -> None:
+        super().__init__()
+        check_at_least(2, kernel_size=kernel_size)
+        self.dim = dim
+        self.kernel_size = kernel_size
+        self.silu = silu
+        self.weight = nn.Parameter(torch.randn(dim, kernel_size) / math.sqrt(kernel_size))
+        self.bias = nn.Parameter(torch.zeros(dim)) if bias else None
+
+    def get_spec(self, *, block_size: int, dtype: torch.dtype, num_draft_tokens: int = 0) -> ShortConvSpec:
+        return ShortConvSpec(
+            dim=self.dim,
+            kernel_size=self.kernel_size,
+            block_size=block_size,
+            dtype=dtype,
+            num_draft_tokens=num_draft_tokens,
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, dim] -> [T, dim], of x's dtype."""
+        facts = (self.token_request, self.query_start_loc, self.seq_lens, self.state_slots)
+        return short_conv(x, self.weight, self.bias, self.conv_state, *facts, self.silu)
+
+
+class KVCompressor(CachedLayer):
+    """Every full window of `ratio` tokens becomes one entry of a compressed cache, at position // ratio.
+
+    entry = rms_norm(sum over the window of softmax(score) * kv) * weight, elementwise in fp32, softmax over the window.
+    Windows that are not full yet wait in a state. Has side effects only, and runs inside the pieces.
+    """
+
+    bound = ("compressed_cache", "window_state", "block_table", *_REQUEST_FACTS)
+    compressed_cache: torch.Tensor
+    window_state: torch.Tensor
+    block_table: torch.Tensor
+    token_request: torch.Tensor
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    state_slots: torch.Tensor
+
+    def __init__(self, dim: int, ratio: int, *, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.dim = dim
+        self.ratio = ratio
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(dim))
+
+    def get_spec(self, *, block_size: int, dtype: torch.dtype, num_draft_tokens: int = 0) -> KVCompressorSpec:
+        return KVCompressorSpec(
+            dim=self.dim, ratio=self.ratio, block_size=block_size, dtype=dtype, num_draft_tokens=num_draft_tokens
+        )
+
+    def forward(self, kv: torch.Tensor, score: torch.Tensor) -> None:
+        """kv, score [T, dim]."""
+        facts = (self.token_request, self.query_start_loc, self.seq_lens, self.state_slots)
+        state = (self.window_state, self.compressed_cache, self.block_table)
+        compress_kv(kv, score, self.weight, *state, *facts, self.ratio, self.eps)
+
+
+class CompressedAttention(CachedLayer):
+    """Causal attention over the last `window` latents and the compressed entries of all that came before.
+
+    One latent per token, shared by all heads, is key and value at once. The query at position p sees the latents at
+    positions p - window + 1 to p, and every entry whose window of `ratio` tokens ends at or before p: one softmax
+    over both. scale: default 1 / sqrt(head_size).
+    """
+
+    bound = ("local_cache", "slot_mapping")
+    local_cache: torch.Tensor
+    slot_mapping: torch.Tensor
+
+    def __init__(self, num_heads: int, head_size: int, *, window: int, ratio: int, scale: float | None = None) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.head_size = head_size
+        self.window = window
+        self.ratio = ratio
+        self.scale = scale if scale is not None else 1 / math.sqrt(head_size)
+        self.compressor = KVCompressor(head_size, ratio)
+
+    def get_spec(self, *, block_size: int, dtype: torch.dtype, num_draft_tokens: int = 0) -> CompressedAttentionSpec:
+        return CompressedAttentionSpec(
+            num_heads=self.num_heads,
+            head_size=self.head_size,
+            window=self.window,
+            ratio=self.ratio,
+            scale=self.scale,
+            block_size=block_size,
+            dtype=dtype,
+        )
+
+    def forward(self, query: torch.Tensor, latent: torch.Tensor, kv: torch.Tensor, score: torch.Tensor) -> torch.Tensor:
+        """query [T, num_heads * head_size]; latent, kv, score [T, head_size], the last two for the compressor.
+
+        Returns a tensor of query's shape and dtype.
+        """
+        heads = query.view(-1, self.num_heads, self.head_size)
+        out = torch.empty_like(heads)
+        write_cache(latent, self.local_cache, self.slot_mapping)
+        self.compressor(kv, score)
+        compressed_attention(heads, self.local_cache, self.compressor.compressed_cache, out, self.layer_name)
+        return out.view(query.shape)
+
+
+class LinearAttention(CachedLayer):
+    """The gated delta rule: a recurrent state [head_k_size, head_v_size] for each request and value head.
+
+    S_t = a_t * S_{t-1} + k_t (x) (beta_t * (v_t - a_t * S_{t-1}^T k_t)) with a_t = exp(log_decay_t), and
+    o_t = scale * S_t^T q_t (https://arxiv.org/abs/2412.06464, equation 10). Value head h reads key head
+    h // (num_v_heads // num_k_heads). Keys should have length 1 or less for a stable recurrence.
+    """
+
+    bound = ("recurrent_state",)
+    recurrent_state: torch.Tensor
+
+    def __init__(
+        self,
+        num_v_heads: int,
+        head_k_size: int,
+        head_v_size: int,
+        *,
+        num_k_heads: int | None = None,
+        scale: float | None = None,
+    ) -> None:
+        super().__init__()
+        self.num_v_heads = num_v_heads
+        self.num_k_heads = num_k_heads or num_v_heads
+        self.head_k_size = head_k_size
+        self.head_v_size = head_v_size
+        self.scale = scale if scale is not None else 1 / math.sqrt(head_k_size)
+
+    def get_spec(self, *, block_size: int, dtype: torch.dtype, num_draft_tokens: int = 0) -> LinearAttentionSpec:
+        return LinearAttentionSpec(
+            num_k_heads=self.num_k_heads,
+            num_v_heads=self.num_v_heads,
+            head_k_size=self.head_k_size,
+            head_v_size=self.head_v_size,
+            scale=self.scale,
+            block_size=block_size,
+            dtype=dtype,
+            num_draft_tokens=num_draft_tokens,
+        )
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        log_decay: torch.Tensor,
+        beta: torch.Tensor,
+    ) -> torch.Tensor:
+        """query, key [T, num_k_heads * head_k_size]; value [T, num_v_heads * head_v_size]; log_decay (at most 0) and
+        beta (0 to 1) [T, num_v_heads]. Returns a tensor of value's shape and dtype.
+        """
+        query = query.view(-1, self.num_k_heads, self.head_k_size)
+        key = key.view(-1, self.num_k_heads, self.head_k_size)
+        values = value.view(-1, self.num_v_heads, self.head_v_size)
+        out = torch.empty_like(values)
+        linear_attention(query, key, values, log_decay, beta, self.recurrent_state, out, self.layer_name)
+        return out.view(value.shape)
+
+
+def cached_layers(model: nn.Module) -> dict[str, CachedLayer]:
+    """The layers of a model that keep caches, by name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, CachedLayer)}

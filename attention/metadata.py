@@ -42,3 +42,8 @@ class CommonAttentionMetadata:
     hold anything."""
     slot_mapping: torch.Tensor
     """[num_tokens] int64, device: block * block_size + offset where each token's key and value go; -1 is inert."""
+    token_request: torch.Tensor
+    """[num_tokens] int32, device: each token's request; -1 for a padded token."""
+    state_slots: torch.Tensor
+    """[num_reqs] int32, device: where each request's states lie in per-request caches; -1 is inert: nothing is read
+    or written there."""

@@ -31,6 +31,8 @@ class Breakpoint:
 
 _DEFAULTS = (
     Breakpoint(name="mrv2::attention", capturable=True, owns_metadata=True),
+    Breakpoint(name="mrv2::compressed_attention", capturable=True, owns_metadata=True),
+    Breakpoint(name="mrv2::linear_attention", capturable=True, owns_metadata=True),
     Breakpoint(name="aten::scaled_dot_product_attention", capturable=True),
     Breakpoint(name="higher_order::flex_attention", capturable=True, compiled=True),
 )

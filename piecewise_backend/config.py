@@ -55,6 +55,10 @@ class Options:
     """Operators that break the graph, besides the registered ones: names ("my::op") or operators."""
     capture_sizes: tuple[int, ...] | None = None
     """Padded sizes of the dynamic dimension; None: 1, 2, 4, then steps of 8 to 256, of 16 to 512."""
+    decode_capture_sizes: tuple[int, ...] | None = None
+    """The same for uniform decode batches of a runner; None: as `capture_sizes`."""
+    strict_minimum: bool = False
+    """Let the weakest attention backend decide what is recorded for all of them, instead of group by group."""
     capture_after: int = 2
     """A size is captured when it is seen for the so-manieth time."""
     max_captures: int = 16
@@ -77,14 +81,15 @@ class Options:
         _check_choice("recorder", self.recorder, Recorder)
         _check_choice("compiler", self.compiler, Compiler)
         _check_choice("on_fallback", self.on_fallback, OnFallback)
-        for name in ("poison", "cache"):
+        for name in ("poison", "cache", "strict_minimum"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"option {name!r} must be True or False, got {getattr(self, name)!r}")
         if not isinstance(self.compiler_options, Mapping):
             raise ValueError(f"option 'compiler_options' must be a dict, got {self.compiler_options!r}")
-        for size in self.capture_sizes or ():
-            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-                raise ValueError(f"option 'capture_sizes' must hold positive integers, got {size!r}")
+        for name in ("capture_sizes", "decode_capture_sizes"):
+            for size in getattr(self, name) or ():
+                if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+                    raise ValueError(f"option {name!r} must hold positive integers, got {size!r}")
         for rule in self.padding.values() if isinstance(self.padding, Mapping) else (self.padding,):
             _check_choice("padding", rule, Padding)
         if self.mode not in MODES:
@@ -119,9 +124,9 @@ def parse_options(options: Mapping[str, Any] | None = None, mode: str | None = N
     if given.get("splitting_ops") is not None:
         ops = given["splitting_ops"]
         given["splitting_ops"] = tuple(ops) if isinstance(ops, list | tuple | set | frozenset) else (ops,)
-    if given.get("capture_sizes") is not None:
-        sizes = given["capture_sizes"]
-        given["capture_sizes"] = tuple(sizes) if isinstance(sizes, Iterable) else (sizes,)
+    for name in ("capture_sizes", "decode_capture_sizes"):
+        if (sizes := given.get(name)) is not None:
+            given[name] = tuple(sizes) if isinstance(sizes, Iterable) else (sizes,)
     if given.get("cache_dir") is not None:
         given["cache_dir"] = Path(given["cache_dir"]).expanduser()
     return Options(**{key: value for key, value in given.items() if value is not None})

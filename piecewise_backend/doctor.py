@@ -13,8 +13,8 @@ import torch
 from rich.table import Table
 from rich.text import Text
 
-from attention.base import AttentionSpec
 from attention.registry import available_backends, get_backend
+from attention.specs import AttentionSpec
 from piecewise_backend.config import environment_cache_dir
 
 

@@ -384,14 +384,7 @@ class PlainCaller:
         mode = CUDAGraphMode.PIECEWISE if captured.eager else CUDAGraphMode.FULL
         sizes = target.size or "fixed"
         text = f"{mode.name}, {'exactly ' if target.exact else ''}{sizes} rows"
-        report = SizeReport(
-            descriptor=text if target.size else f"{mode.name}, fixed sizes",
-            num_tokens=target.size,
-            num_graphs=captured.num_graphs,
-            seconds=captured.seconds,
-            memory_bytes=captured.memory_bytes,
-            eager_ops=captured.eager,
-        )
+        report = captured.size_report(text if target.size else f"{mode.name}, fixed sizes", target.size)
         self.report.sizes.append(report)
         logger.info("captured %s: %d graphs in %.0f ms", text, captured.num_graphs, captured.seconds * 1e3)
         return report

@@ -122,6 +122,49 @@ class Program:
         return [*args, *[None] * (self.num_slots - len(self.inputs))]
 
 
+def repeated(program: Program, count: int, after: Callable[..., None]) -> Program:
+    """`program` so many times on the same inputs, with `after(i, *outputs)` following run i.
+
+    `after` may write to the inputs: the next run reads them. Outputs are those of the last run.
+    """
+    fixed, inner = len(program.inputs), program.num_slots - len(program.inputs)
+    outputs = tuple(o for o in program.outputs if isinstance(o, int))
+    steps: list[Step] = []
+
+    def shifted(slots: Sequence[int], run: int) -> tuple[int, ...]:
+        return tuple(s if s < fixed else s + run * inner for s in slots)
+
+    for run in range(count):
+        steps.extend(
+            dataclasses.replace(
+                s, inputs=shifted(s.inputs, run), outputs=shifted(s.outputs, run), frees=shifted(s.frees, run)
+            )
+            for s in program.steps
+        )
+        is_last = run == count - 1
+        steps.append(_following(after, run, shifted(outputs, run), free=not is_last))
+    last = tuple(shifted([o], count - 1)[0] if isinstance(o, int) else o for o in program.outputs)
+    return dataclasses.replace(program, steps=tuple(steps), outputs=last, num_slots=fixed + count * inner)
+
+
+def _following(after: Callable[..., None], run: int, inputs: tuple[int, ...], *, free: bool) -> Step:
+    def call(*values: Any) -> tuple[Any, ...]:
+        after(run, *values)
+        return ()
+
+    return Step(
+        name=f"after run {run}",
+        run=call,
+        inputs=inputs,
+        outputs=(),
+        frees=inputs if free else (),
+        opaque=False,
+        launches=True,
+        breakpoint=None,
+        forbidden=None,
+    )
+
+
 def build_program(gm: fx.GraphModule, graph: SplitGraph, facts: GraphFacts, compiler: PieceCompiler) -> Program:
     """Compile each distinct piece of `graph` once and lay all values out in slots."""
     by_name = {node.name: node for node in gm.graph.nodes}

@@ -29,6 +29,37 @@ class SizeReport:
     """Operators that run between the graphs."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupReport:
+    """One group of layers that keep caches."""
+
+    backend: str
+    num_layers: int
+    support: str
+    in_piece: bool
+    """Whether its operators are parts of pieces."""
+    decode: str
+    """In uniform decode batches: "recorded", "breaks" or "no graphs"."""
+    mixed: str
+    """The same in all other batches."""
+
+
+@dataclass(slots=True, kw_only=True)
+class SpeculationReport:
+    """How well guesses went."""
+
+    method: str
+    num_draft_tokens: int
+    """Guesses for each request in a step."""
+    proposed: int = 0
+    accepted: int = 0
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted share of the guesses that were verified; 0 before any was."""
+        return self.accepted / self.proposed if self.proposed else 0.0
+
+
 @dataclass(slots=True, kw_only=True)
 class Report:
     """The facts about one compiled graph, updated as it runs."""
@@ -46,6 +77,11 @@ class Report:
     sizes: list[SizeReport] = field(default_factory=list)
     dropped: list[SizeReport] = field(default_factory=list)
     """Variants that were captured and given up since: what they were recorded on has moved."""
+    groups: list[GroupReport] = field(default_factory=list)
+    """Layers that keep caches, group by group; empty for a plain call."""
+    speculation: SpeculationReport | None = None
+    draft: Report | None = None
+    """Of the draft model, which has a program and captures of its own."""
     uncaptured_runs: int = 0
     """Calls that ran the compiled pieces without graphs."""
     reasons: Reasons = field(default_factory=Reasons)
@@ -79,17 +115,33 @@ class Report:
         dropped = f", besides {len(self.dropped)} given up" if self.dropped else ""
         yield "captures", f"{self.num_captures} in {seconds:.2f} s, {memory / 2**20:.1f} MiB{dropped}"
         yield "replays", f"{self.num_replays}, besides {self.uncaptured_runs} runs without graphs"
+        if (spec := self.speculation) is not None:
+            counts = f"{spec.accepted} of {spec.proposed} guesses accepted ({spec.acceptance_rate:.0%})"
+            yield "speculation", f"{spec.method}, {spec.num_draft_tokens} a step: {counts}"
 
     def __rich__(self) -> Group:
         facts = Table.grid(padding=(0, 2))
         for label, value in self.summary():
             facts.add_row(Text(label, style="bold"), Text(value))
         parts: list[object] = [Text(f"mrv2 report: {self.name}", style="bold cyan"), facts]
+        if self.groups:
+            parts.append(self._groups_table())
         if self.sizes:
             parts.append(self._sizes_table())
         if len(self.reasons):
             parts.append(self._reasons_table())
+        if self.draft is not None:
+            parts.extend([Text(), self.draft.__rich__()])
         return Group(*parts)  # type: ignore[arg-type]
+
+    def _groups_table(self) -> Table:
+        table = Table(title="attention groups", title_justify="left", box=None, padding=(0, 1, 0, 0))
+        for column in ("backend", "layers", "support", "place", "decode", "mixed"):
+            table.add_column(column)
+        for g in self.groups:
+            place = "in pieces" if g.in_piece else "breakpoint"
+            table.add_row(g.backend, str(g.num_layers), g.support, place, g.decode, g.mixed)
+        return table
 
     def _sizes_table(self) -> Table:
         table = Table(title="captured", title_justify="left", box=None, padding=(0, 1, 0, 0))

@@ -8,7 +8,7 @@ from torch.nn.functional import linear, rms_norm, silu
 
 from attention.layers import Attention
 from piecewise_backend.config import parse_options
-from piecewise_backend.runner import Engine, ModelRunner, RunnerConfig, SamplingParams, ScheduledRequest
+from piecewise_backend.runner import Engine, ModelRunner, RunnerConfig, SamplingParams, ScheduledRequest, Speculator
 
 VOCAB, HIDDEN, HEADS, KV_HEADS, HEAD_SIZE = 97, 32, 4, 2, 16
 
@@ -76,7 +76,12 @@ def oracle_greedy(model: TinyDecoder, prompt: list[int], count: int) -> list[int
 
 
 def make_runner(
-    mode: str = "FULL_AND_PIECEWISE", *, model: nn.Module | None = None, device: str = "cpu", **settings: object
+    mode: str = "FULL_AND_PIECEWISE",
+    *,
+    model: nn.Module | None = None,
+    device: str = "cpu",
+    speculator: Speculator | None = None,
+    **settings: object,
 ) -> ModelRunner:
     """A started runner of a tiny decoder, emulated recorder, pieces as traced; settings of both kinds by name."""
     limits = {"max_num_tokens": 32, "max_num_reqs": 6, "max_model_len": 128, "block_size": 16}
@@ -84,7 +89,8 @@ def make_runner(
     for name, value in settings.items():
         (limits if name in RunnerConfig.__dataclass_fields__ else options)[name] = value
     module = (model or TinyDecoder()).to(device)
-    runner = ModelRunner(module, RunnerConfig(**limits), parse_options(options), torch.device(device))
+    where = torch.device(device)
+    runner = ModelRunner(module, RunnerConfig(**limits), parse_options(options), where, speculator=speculator)
     runner.start()
     return runner
 

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from attention.base import AttentionBackend, AttentionCGSupport, AttentionImpl, AttentionSpec, MetadataBuilder
+from attention.base import AttentionBackend, AttentionCGSupport, AttentionImpl, MetadataBuilder
 from attention.metadata import CommonAttentionMetadata
+from attention.specs import AttentionSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,7 @@ class TorchMetadataBuilder(MetadataBuilder[TorchMetadata]):
 
     # The computation reads lengths from tensors when it runs, never from the host at build time.
     cudagraph_support = AttentionCGSupport.ALWAYS
+    advances_on_device = True
 
     def build(self, common: CommonAttentionMetadata, *, for_capture: bool) -> TorchMetadata:
         max_seq_len = self.max_model_len if for_capture else common.max_seq_len

@@ -14,10 +14,12 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from piecewise_backend.breakpoints import Breakpoint
+from piecewise_backend.cudagraph.fingerprint import Fingerprint
 from piecewise_backend.cudagraph.recorder import GraphRecorder
 from piecewise_backend.cudagraph.rows import RealRows, TokenDim, copy_into
 from piecewise_backend.facts import Forbidden
 from piecewise_backend.reasons import Reason, ReasonCode
+from piecewise_backend.report import SizeReport
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +79,19 @@ class CapturedProgram:
     memory_bytes: int
     keep: tuple[Any, ...]
     """Memory outside of the pool that graphs read: alive as long as they are."""
+    fingerprints: tuple[Fingerprint, ...] = ()
+    """What recorded operators read of their metadata, group by group."""
+
+    def size_report(self, descriptor: str, num_tokens: int) -> SizeReport:
+        """What the report says of this capture."""
+        return SizeReport(
+            descriptor=descriptor,
+            num_tokens=num_tokens,
+            num_graphs=self.num_graphs,
+            seconds=self.seconds,
+            memory_bytes=self.memory_bytes,
+            eager_ops=self.eager,
+        )
 
     def replay(self) -> tuple[Any, ...]:
         """Run everything on the memory it was recorded on; returns the static outputs, valid until the next replay."""

@@ -17,6 +17,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from attention.forward_context import current_forward_context, set_forward_context
 from piecewise_backend.cudagraph.checks import (
     CaptureRefused,
     is_composite,
@@ -139,8 +140,12 @@ class EmulatedRecorder:
         keep_args, keep_kwargs = tree_map(self.weaken, args), tree_map(self.weaken, kwargs)
         outputs = [(i, self.weaken(t)) for i, t in enumerate(_tensors(results)) if fresh[i]]
 
+        # A graph has this moment's metadata baked in, so the call is repeated with that, not with the step's own.
+        context = current_forward_context()
+
         def again() -> None:
-            new = func(*keep_args, **keep_kwargs)
+            with set_forward_context(context):
+                new = func(*keep_args, **keep_kwargs)
             if outputs:
                 made = _tensors(new)
                 for index, output in outputs:

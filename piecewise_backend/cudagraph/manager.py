@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rich.progress import Progress
 
+from attention.base import UncapturableMetadata
 from piecewise_backend.cudagraph.capture import CapturedProgram, capture_session, failure_reason
 from piecewise_backend.cudagraph.dispatch import Dispatcher
+from piecewise_backend.cudagraph.fingerprint import check_all
 from piecewise_backend.cudagraph.modes import BatchDescriptor
 from piecewise_backend.cudagraph.recorder import GraphRecorder
 from piecewise_backend.report import Report, SizeReport
@@ -47,18 +49,13 @@ class CudaGraphManager:
         try:
             create_forward_fn(descriptor, True)()
             captured = create_forward_fn(descriptor, False)()
+        except UncapturableMetadata:
+            raise  # start-up resolves anew
         except Exception as error:
             self.report.reasons.add(failure_reason(error, str(descriptor)))
             return
         assert captured is not None, "a recording returned nothing"
-        size = SizeReport(
-            descriptor=str(descriptor),
-            num_tokens=descriptor.num_tokens,
-            num_graphs=captured.num_graphs,
-            seconds=captured.seconds,
-            memory_bytes=captured.memory_bytes,
-            eager_ops=captured.eager,
-        )
+        size = captured.size_report(str(descriptor), descriptor.num_tokens)
         self.report.sizes.append(size)
         self._captured[descriptor] = (captured, size)
 
@@ -66,9 +63,13 @@ class CudaGraphManager:
         """The captured descriptor for a batch; None: run without graphs."""
         return self._dispatcher.dispatch(num_tokens, num_reqs, uniform_query_len)
 
-    def replay(self, descriptor: BatchDescriptor, num_tokens: int) -> tuple[Any, ...]:
-        """Replay on the persistent buffers as they are now. Outputs are views, valid until the next replay."""
+    def replay(self, descriptor: BatchDescriptor, num_tokens: int, metadata: Mapping[str, Any]) -> tuple[Any, ...]:
+        """Replay on the persistent buffers as they are now. Outputs are views, valid until the next replay.
+
+        `metadata`: this step's, by layer; StaleMetadata where a recorded operator would not read it.
+        """
         captured, size = self._captured[descriptor]
+        check_all(captured.fingerprints, metadata)
         size.replays += 1
         size.padded_rows += descriptor.num_tokens - num_tokens
         return captured.replay()

@@ -32,15 +32,17 @@ def clean_capture_sizes(sizes: Iterable[int], *, limit: int | None = None) -> tu
     return tuple(sorted({min(size, limit) if limit is not None else size for size in given}))
 
 
-def decode_capture_sizes(sizes: Sequence[int], *, query_len: int, max_num_reqs: int) -> tuple[int, ...]:
-    """Sizes of uniform decode batches: multiples of `query_len`, at most `max_num_reqs` requests.
+def uniform_capture_sizes(
+    sizes: Sequence[int], *, query_len: int, max_num_reqs: int, max_num_tokens: int
+) -> tuple[int, ...]:
+    """Sizes of batches in which every request has `query_len` tokens: multiples of it, none beyond the limits.
 
     Each size is rounded up to whole requests, so none is cut short, and the largest batch that can occur is always a
-    size if any given size reaches it.
+    size if any given size reaches it. Empty where not one request fits.
     """
-    largest = max_num_reqs * query_len
+    largest = min(max_num_reqs, max_num_tokens // query_len) * query_len
     rounded = {min(-(-size // query_len) * query_len, largest) for size in sizes}
-    return tuple(sorted(rounded))
+    return tuple(sorted(rounded - {0}))
 
 
 def smallest_fitting(sizes: Sequence[int], wanted: int) -> int | None:

@@ -9,6 +9,9 @@ import numpy as np
 
 from piecewise_backend.cudagraph.modes import BatchDescriptor
 
+NO_STATE_SLOT = -1
+"""Of a request without per-request states, and of dummy requests: nothing is read or written."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduledRequest:
@@ -23,6 +26,11 @@ class ScheduledRequest:
     """Physical blocks, covering the new tokens too."""
     is_decode: bool
     """Past its prefill: all tokens of its prompt are in the cache already."""
+    state_slot: int = NO_STATE_SLOT
+    """Where the request's states lie in per-request caches, from its first step to its last; only models with such
+    layers need one."""
+    num_draft_tokens: int = 0
+    """How many of the new tokens, at the end, are guesses to be verified: logits are wanted for each of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,11 +45,17 @@ class InputBatch:
     """[num_reqs + 1] int32."""
     seq_lens: np.ndarray
     """[num_reqs] int32: tokens in the cache after this step."""
+    token_request: np.ndarray
+    """[num_tokens] int32: each token's request."""
+    positions: np.ndarray
+    """[num_tokens] int64: each token's place in its request."""
     uniform_query_len: int | None
     """The query length that all requests share, if all are past their prefill; else None."""
+    is_dummy: bool = False
+    """Made up: nothing of it may be written to any cache."""
 
     @classmethod
-    def make(cls, requests: Sequence[ScheduledRequest]) -> InputBatch:
+    def make(cls, requests: Sequence[ScheduledRequest], *, is_dummy: bool = False) -> InputBatch:
         """The batch of `requests`. ValueError for none, or for one without new tokens."""
         if not requests:
             raise ValueError("a batch needs at least one request")
@@ -52,12 +66,16 @@ class InputBatch:
         starts = np.zeros(len(requests) + 1, dtype=np.int32)
         np.cumsum(lengths, out=starts[1:])
         computed = np.array([r.num_computed_tokens for r in requests], dtype=np.int32)
+        token_request = np.repeat(np.arange(len(requests), dtype=np.int32), lengths)
         uniform = all(r.is_decode for r in requests) and bool((lengths == lengths[0]).all())
         return cls(
             requests=tuple(requests),
             query_start_loc=starts,
             seq_lens=computed + lengths,
+            token_request=token_request,
+            positions=np.arange(starts[-1], dtype=np.int64) + (computed - starts[:-1])[token_request],
             uniform_query_len=int(lengths[0]) if uniform else None,
+            is_dummy=is_dummy,
         )
 
     @classmethod
@@ -82,7 +100,7 @@ class InputBatch:
                     is_decode=descriptor.uniform_query_len is not None,
                 )
             )
-        return cls.make(requests)
+        return cls.make(requests, is_dummy=True)
 
     @property
     def num_reqs(self) -> int:
@@ -99,3 +117,12 @@ class InputBatch:
     @property
     def max_seq_len(self) -> int:
         return int(self.seq_lens.max())
+
+    @property
+    def logits_rows(self) -> np.ndarray:
+        """int64: rows whose logits are wanted: each request's last token, and before it one for each draft token."""
+        wanted = (
+            np.arange(end - 1 - r.num_draft_tokens, end)
+            for r, end in zip(self.requests, self.query_start_loc[1:], strict=True)
+        )
+        return np.concatenate(list(wanted)).astype(np.int64)

@@ -27,9 +27,8 @@ class BlockTables:
         for index, request in enumerate(batch.requests):
             tables[index, : len(request.block_ids)] = request.block_ids
         tables[batch.num_reqs : num_reqs] = 0
-        of_request = np.repeat(np.arange(batch.num_reqs), np.diff(batch.query_start_loc))
-        positions = self.buffers.positions.np[: batch.num_tokens]
-        blocks = tables[of_request, positions // self.block_size].astype(np.int64)
+        positions = batch.positions
+        blocks = tables[batch.token_request, positions // self.block_size].astype(np.int64)
         slots[: batch.num_tokens] = blocks * self.block_size + positions % self.block_size
         slots[batch.num_tokens : num_tokens] = PAD_SLOT
         return self._send(num_tokens, num_reqs)

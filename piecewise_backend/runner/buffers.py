@@ -14,19 +14,29 @@ class MirroredBuffer:
         self.cpu = torch.full(shape, fill, dtype=dtype, pin_memory=on_device)
         self.gpu = torch.full(shape, fill, dtype=dtype, device=device) if on_device else self.cpu
         self.np: np.ndarray = self.cpu.numpy()
+        self._views: dict[int, torch.Tensor] = {}
+
+    def first(self, count: int) -> torch.Tensor:
+        """Device view of the first `count` entries: the same object for the same count."""
+        view = self._views.get(count)
+        if view is None:
+            view = self._views[count] = self.gpu[:count]
+        return view
 
     def copy_to_device(self, count: int) -> torch.Tensor:
         """Send the first `count` entries; returns their device view."""
+        view = self.first(count)
         if self.gpu is not self.cpu:
-            self.gpu[:count].copy_(self.cpu[:count], non_blocking=True)
-        return self.gpu[:count]
+            view.copy_(self.cpu[:count], non_blocking=True)
+        return view
 
 
 class InputBuffers:
     """Inputs of one forward pass, sized to the largest batch.
 
-    input_ids, positions, slot_mapping: [max_num_tokens] int64. query_start_loc: [max_num_reqs + 1] int32, seq_lens:
-    [max_num_reqs] int32, block_table: [max_num_reqs, max_num_blocks] int32.
+    input_ids, positions, slot_mapping: [max_num_tokens] int64. token_request: [max_num_tokens] int32.
+    query_start_loc: [max_num_reqs + 1] int32; seq_lens, state_slots: [max_num_reqs] int32; block_table:
+    [max_num_reqs, max_num_blocks] int32.
     """
 
     def __init__(self, *, max_num_tokens: int, max_num_reqs: int, max_num_blocks: int, device: torch.device) -> None:
@@ -36,6 +46,13 @@ class InputBuffers:
         self.input_ids = MirroredBuffer(max_num_tokens, dtype=torch.int64, device=device)
         self.positions = MirroredBuffer(max_num_tokens, dtype=torch.int64, device=device)
         self.slot_mapping = MirroredBuffer(max_num_tokens, dtype=torch.int64, device=device, fill=-1)
+        self.token_request = MirroredBuffer(max_num_tokens, dtype=torch.int32, device=device, fill=-1)
         self.query_start_loc = MirroredBuffer(max_num_reqs + 1, dtype=torch.int32, device=device)
         self.seq_lens = MirroredBuffer(max_num_reqs, dtype=torch.int32, device=device)
+        self.state_slots = MirroredBuffer(max_num_reqs, dtype=torch.int32, device=device, fill=-1)
         self.block_table = MirroredBuffer(max_num_reqs, max_num_blocks, dtype=torch.int32, device=device)
+
+    def for_layers(self) -> dict[str, torch.Tensor]:
+        """The buffers that layers bind, at full length, by the name under which layers know them."""
+        names = ("slot_mapping", "token_request", "query_start_loc", "seq_lens", "state_slots", "block_table")
+        return {name: getattr(self, name).gpu for name in names}

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from piecewise_backend.reasons import Reason, ReasonCode
+from piecewise_backend.runner.batch import ScheduledRequest
 from piecewise_backend.runner.block_pool import BlockPool
 from piecewise_backend.runner.model_runner import ModelRunner
 from piecewise_backend.runner.request import Request, SamplingParams
@@ -32,7 +34,9 @@ class Engine:
     """
 
     def __init__(self, runner: ModelRunner, *, vocab_size: int, eos_token_ids: Sequence[int] = ()) -> None:
+        """`runner`: a started one."""
         self.runner = runner
+        self.speculator = runner.speculator
         self.vocab_size = vocab_size
         self.eos_token_ids = frozenset(eos_token_ids)
         config = runner.config
@@ -40,6 +44,9 @@ class Engine:
             BlockPool(runner.num_blocks, config.block_size),
             max_num_tokens=config.max_num_tokens,
             max_num_reqs=config.max_num_reqs,
+            max_model_len=config.max_model_len,
+            num_draft_tokens=config.num_draft_tokens,
+            lookahead=0 if self.speculator is None else self.speculator.lookahead,
             on_preempt=self._note_preemption,
         )
         self.sampler = Sampler(runner.device)
@@ -72,29 +79,57 @@ class Engine:
         ready = advance(scheduled)
         if not ready:
             return []
-        rows = [row for row, _ in ready]
+        works = [scheduled[index][1] for index, _ in ready]
         requests = [request for _, request in ready]
-        chosen = logits if len(rows) == len(scheduled) else logits[rows]
-        return [self._accept(r, t) for r, t in zip(requests, self.sampler.sample(chosen, requests), strict=True)]
+        drafts = [request.draft_ids[: work.num_draft_tokens] for request, work in zip(requests, works, strict=True)]
+        if len(ready) < len(scheduled):
+            logits = logits[_rows_of([work for _, work in scheduled], [index for index, _ in ready])]
+        sampled = self.sampler.sample(logits, requests, drafts)
+        tokens = [t for r, new, d in zip(requests, sampled, drafts, strict=True) for t in self._accept(r, new, d)]
+        if self.speculator is not None:
+            self._guess([r for r in requests if r.finish_reason is None])
+        return tokens
 
     def abort(self, request_id: str) -> None:
         """Stop serving a request. KeyError for one that is not being served."""
         request = self._requests[request_id]
         self._finish(request, "aborted")
 
-    def _accept(self, request: Request, token_id: int) -> NewToken:
-        request.output_ids.append(token_id)
-        params = request.params
-        stops = token_id in params.stop_token_ids or (token_id in self.eos_token_ids and not params.ignore_eos)
-        is_full = request.num_tokens >= self.runner.config.max_model_len
-        if stops or len(request.output_ids) >= params.max_tokens or is_full:
-            self._finish(request, "stop" if stops else "length")
-        return NewToken(request.request_id, token_id, request.finish_reason)
+    def _accept(self, request: Request, token_ids: Sequence[int], drafts: Sequence[int]) -> list[NewToken]:
+        """Append the tokens of one step, as far as the request goes on. `drafts`: the guesses that were verified."""
+        new: list[NewToken] = []
+        for token_id in token_ids:
+            request.output_ids.append(token_id)
+            params = request.params
+            stops = token_id in params.stop_token_ids or (token_id in self.eos_token_ids and not params.ignore_eos)
+            is_full = request.num_tokens >= self.runner.config.max_model_len
+            if stops or len(request.output_ids) >= params.max_tokens or is_full:
+                self._finish(request, "stop" if stops else "length")
+            new.append(NewToken(request.request_id, token_id, request.finish_reason))
+            if request.finish_reason is not None:
+                break
+        request.num_computed_tokens += len(new) - 1  # the accepted guesses are in the cache
+        if self.speculator is not None:
+            self.speculator.report.proposed += len(drafts)
+            self.speculator.report.accepted += len(token_ids) - 1
+        return new
+
+    def _guess(self, requests: Sequence[Request]) -> None:
+        assert self.speculator is not None
+        longest = self.runner.config.max_model_len
+        for request in requests:
+            request.draft_ids = []
+        # A sequence near its longest goes on without guesses: it has no room for all of them.
+        requests = [r for r in requests if r.num_tokens + self.speculator.num_draft_tokens <= longest]
+        for request, guesses in zip(requests, self.speculator.propose(requests), strict=True):
+            request.draft_ids = list(guesses)
 
     def _finish(self, request: Request, reason: str) -> None:
         request.finish_reason = reason
         self.scheduler.finish(request)
         self.sampler.forget(request)
+        if self.speculator is not None:
+            self.speculator.forget(request)
         del self._requests[request.request_id]
 
     def _check(self, prompt_ids: Sequence[int]) -> None:
@@ -124,3 +159,9 @@ class Engine:
                 "raise num_blocks, or lower max_num_reqs",
             )
         )
+
+
+def _rows_of(works: Sequence[ScheduledRequest], wanted: Sequence[int]) -> list[int]:
+    """Rows of logits that belong to the `wanted` of a step's requests."""
+    starts = [0, *itertools.accumulate(work.num_draft_tokens + 1 for work in works)]
+    return [row for index in wanted for row in range(starts[index], starts[index + 1])]

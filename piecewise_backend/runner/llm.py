@@ -17,6 +17,7 @@ from piecewise_backend.report import Report
 from piecewise_backend.runner.engine import Engine, NewToken
 from piecewise_backend.runner.model_runner import ModelRunner, RunnerConfig
 from piecewise_backend.runner.request import SamplingParams
+from piecewise_backend.runner.speculation import Speculator
 
 Prompt = str | Sequence[int]
 
@@ -60,7 +61,8 @@ class LLM:
 
     model: a folder, a GGUF file or "smollm2"; a transformers causal language model; or any module that `ModelRunner`
     runs (then give `vocab_size`, and `tokenizer` for text prompts). options: as `torch.compile(options=...)`; the
-    other keywords are `RunnerConfig`'s.
+    other keywords are `RunnerConfig`'s. speculator: `PromptLookup(3)` or `DraftModel(small_model, 3)` guess tokens
+    ahead, which changes no greedy token and no distribution.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class LLM:
         dtype: torch.dtype | None = None,
         mode: str | None = None,
         options: Mapping[str, Any] | None = None,
+        speculator: Speculator | None = None,
         **limits: Any,
     ) -> None:
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -85,7 +88,7 @@ class LLM:
         vocab_size = vocab_size or getattr(hf_config, "vocab_size", None)
         if vocab_size is None:
             raise ValueError(f"{type(module).__name__} has no config.vocab_size; pass vocab_size=")
-        self.runner = ModelRunner(module, RunnerConfig(**limits), parsed, self.device)
+        self.runner = ModelRunner(module, RunnerConfig(**limits), parsed, self.device, speculator=speculator)
         self.runner.start()
         self._arrived: dict[str, deque[NewToken]] = {}
         self.engine = Engine(self.runner, vocab_size=vocab_size, eos_token_ids=getattr(module, "eos_token_ids", ()))

@@ -2,39 +2,53 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
+from attention.base import UncapturableMetadata
 from attention.groups import AttentionGroup
 from attention.metadata import CommonAttentionMetadata
+from piecewise_backend.cudagraph.fingerprint import Fingerprint
 from piecewise_backend.cudagraph.modes import BatchDescriptor
-from piecewise_backend.runner.batch import InputBatch
+from piecewise_backend.runner.batch import NO_STATE_SLOT, InputBatch
 from piecewise_backend.runner.block_tables import BlockTables
 from piecewise_backend.runner.buffers import InputBuffers
+
+
+class GroupNotCapturable(UncapturableMetadata):
+    """A group was to be recorded, and its builder cannot give metadata for that."""
+
+    def __init__(self, group: AttentionGroup, descriptor: BatchDescriptor, error: UncapturableMetadata) -> None:
+        super().__init__(f"{group}: no capturable metadata for {descriptor}: {error}")
+        self.group = group
+        self.descriptor = descriptor
 
 
 class ModelState:
     """The persistent inputs of one model."""
 
     def __init__(
-        self, groups: Sequence[AttentionGroup], buffers: InputBuffers, block_tables: BlockTables, max_model_len: int
+        self,
+        groups: Sequence[AttentionGroup],
+        buffers: InputBuffers,
+        block_tables: BlockTables,
+        *,
+        max_num_reqs: int,
+        max_model_len: int,
     ) -> None:
         self.groups = tuple(groups)
         self.buffers = buffers
         self.block_tables = block_tables
+        self.max_num_reqs = max_num_reqs
         self.max_model_len = max_model_len
 
     def prepare_inputs(self, batch: InputBatch, num_tokens: int) -> None:
         """Write token ids and positions, padded with zeros to `num_tokens`."""
         ids, positions = self.buffers.input_ids, self.buffers.positions
         for request, start in zip(batch.requests, batch.query_start_loc, strict=False):
-            length = len(request.token_ids)
-            ids.np[start : start + length] = request.token_ids
-            positions.np[start : start + length] = np.arange(
-                request.num_computed_tokens, request.num_computed_tokens + length
-            )
+            ids.np[start : start + len(request.token_ids)] = request.token_ids
+        positions.np[: batch.num_tokens] = batch.positions
         ids.np[batch.num_tokens : num_tokens] = 0
         positions.np[batch.num_tokens : num_tokens] = 0
         ids.copy_to_device(num_tokens)
@@ -47,44 +61,104 @@ class ModelState:
         *,
         recorded_layers: frozenset[str] = frozenset(),
         for_capture: bool = False,
-        is_dummy: bool = False,
     ) -> dict[str, Any]:
-        """Metadata of every attention layer, built group by group; after `prepare_inputs`.
+        """Metadata of every attention layer, built group by group, in every mode.
 
-        Metadata is built in every mode. A group's `for_capture` is true exactly when a graph is being recorded
-        (`for_capture`) and the group's operators are recorded into it (`recorded_layers`).
+        `recorded_layers`: those whose operators are, or are about to be, inside of a graph for `descriptor`. A group's
+        `for_capture` is true exactly when a graph is being recorded (`for_capture`) and the group is in it. Recorded
+        groups are told the descriptor's padded sizes and bounds, at capture as at replay, so that both lead to the
+        same kernel; the others are told the batch's own. GroupNotCapturable where a builder refuses.
         """
-        common = self._common(batch, descriptor, for_capture=for_capture, is_dummy=is_dummy)
+        common = self._common(batch, descriptor)
+        exact = self._exact(common, batch) if common.num_reqs != batch.num_reqs else common
+        exact = dataclasses.replace(exact, max_query_len=batch.max_query_len, max_seq_len=batch.max_seq_len)
         metadata: dict[str, Any] = {}
         for group in self.groups:
-            recorded = for_capture and recorded_layers.issuperset(group.layer_names)
-            built = group.builder.build(common, for_capture=recorded)
+            recorded = recorded_layers.issuperset(group.layer_names)
+            try:
+                built = group.builder.build(common if recorded else exact, for_capture=recorded and for_capture)
+            except UncapturableMetadata as error:
+                raise GroupNotCapturable(group, descriptor, error) from error
             metadata.update(dict.fromkeys(group.layer_names, built))
         return metadata
 
-    def _common(
-        self, batch: InputBatch, descriptor: BatchDescriptor, *, for_capture: bool, is_dummy: bool
-    ) -> CommonAttentionMetadata:
+    def prepare_inputs_to_capture(
+        self,
+        descriptor: BatchDescriptor,
+        *,
+        full_cudagraph: bool,
+        recorded_layers: frozenset[str] = frozenset(),
+        headroom: int = 0,
+    ) -> dict[str, Any]:
+        """Dummy batch, dummy block tables and slots, then metadata for every group: always built, in every mode.
+
+        `full_cudagraph`: every operator is about to be recorded; else those of `recorded_layers`. `headroom`: tokens
+        that the recorded work itself adds to each sequence.
+        """
+        if full_cudagraph:
+            recorded_layers = frozenset(name for group in self.groups for name in group.layer_names)
+        longest = self.max_model_len - headroom
+        batch = InputBatch.make_dummy(descriptor, max_num_reqs=self.max_num_reqs, max_model_len=longest)
+        self.prepare_inputs(batch, descriptor.num_tokens)
+        return self.prepare_attn(batch, descriptor, recorded_layers=recorded_layers, for_capture=True)
+
+    def fingerprints(self, metadata: dict[str, Any], recorded_layers: frozenset[str]) -> tuple[Fingerprint, ...]:
+        """What a graph just recorded with `metadata` reads of it."""
+        return tuple(
+            Fingerprint.take(
+                metadata[group.layer_names[0]],
+                layer=group.layer_names[0],
+                backend=group.backend.name,
+                unrecorded=type(group.builder).unrecorded_fields,
+            )
+            for group in self.groups
+            if recorded_layers.issuperset(group.layer_names)
+        )
+
+    def _common(self, batch: InputBatch, descriptor: BatchDescriptor) -> CommonAttentionMetadata:
         num_tokens = descriptor.num_tokens
         num_reqs = descriptor.num_reqs or batch.num_reqs
         buffers, tables = self.buffers, self.block_tables
-        starts, lengths = buffers.query_start_loc, buffers.seq_lens
-        starts.np[: batch.num_reqs + 1] = batch.query_start_loc
-        starts.np[batch.num_reqs + 1 : num_reqs + 1] = batch.num_tokens
-        lengths.np[: batch.num_reqs] = batch.seq_lens
-        lengths.np[batch.num_reqs : num_reqs] = 0
-        write = tables.get_dummy_block_tables if is_dummy else None
+        self._write_request_facts(batch, num_tokens, num_reqs)
+        write = tables.get_dummy_block_tables if batch.is_dummy else None
         block_table, slots = write(num_tokens, num_reqs) if write else tables.write(batch, num_tokens, num_reqs)
         return CommonAttentionMetadata(
             num_reqs=num_reqs,
             num_tokens=num_tokens,
             num_actual_tokens=batch.num_tokens,
             max_query_len=descriptor.max_query_len or batch.max_query_len,
-            max_seq_len=self.max_model_len if for_capture else batch.max_seq_len,
-            query_start_loc=starts.copy_to_device(num_reqs + 1),
-            query_start_loc_cpu=starts.cpu[: num_reqs + 1],
-            seq_lens=lengths.copy_to_device(num_reqs),
-            seq_lens_cpu=lengths.cpu[:num_reqs],
+            max_seq_len=self.max_model_len,
+            query_start_loc=buffers.query_start_loc.copy_to_device(num_reqs + 1),
+            query_start_loc_cpu=buffers.query_start_loc.cpu[: num_reqs + 1],
+            seq_lens=buffers.seq_lens.copy_to_device(num_reqs),
+            seq_lens_cpu=buffers.seq_lens.cpu[:num_reqs],
             block_table=block_table,
             slot_mapping=slots,
+            token_request=buffers.token_request.copy_to_device(num_tokens),
+            state_slots=buffers.state_slots.copy_to_device(num_reqs),
+        )
+
+    def _write_request_facts(self, batch: InputBatch, num_tokens: int, num_reqs: int) -> None:
+        buffers = self.buffers
+        buffers.query_start_loc.np[: batch.num_reqs + 1] = batch.query_start_loc
+        buffers.query_start_loc.np[batch.num_reqs + 1 : num_reqs + 1] = batch.num_tokens
+        buffers.seq_lens.np[: batch.num_reqs] = batch.seq_lens
+        buffers.seq_lens.np[batch.num_reqs : num_reqs] = 0
+        buffers.token_request.np[: batch.num_tokens] = batch.token_request
+        buffers.token_request.np[batch.num_tokens : num_tokens] = -1
+        buffers.state_slots.np[: batch.num_reqs] = [r.state_slot for r in batch.requests]
+        buffers.state_slots.np[batch.num_reqs : num_reqs] = NO_STATE_SLOT
+
+    def _exact(self, common: CommonAttentionMetadata, batch: InputBatch) -> CommonAttentionMetadata:
+        """The same without padded requests, for kernels that run between graphs."""
+        num_reqs, buffers = batch.num_reqs, self.buffers
+        return dataclasses.replace(
+            common,
+            num_reqs=num_reqs,
+            query_start_loc=buffers.query_start_loc.first(num_reqs + 1),
+            query_start_loc_cpu=buffers.query_start_loc.cpu[: num_reqs + 1],
+            seq_lens=buffers.seq_lens.first(num_reqs),
+            seq_lens_cpu=buffers.seq_lens.cpu[:num_reqs],
+            block_table=buffers.block_table.first(num_reqs),
+            state_slots=buffers.state_slots.first(num_reqs),
         )

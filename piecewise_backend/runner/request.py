@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from piecewise_backend.runner.batch import NO_STATE_SLOT
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
@@ -47,6 +49,10 @@ class Request:
     num_computed_tokens: int = 0
     """Tokens whose keys and values are in the cache."""
     block_ids: list[int] = field(default_factory=list)
+    state_slot: int = NO_STATE_SLOT
+    """Its row in per-request caches while it runs."""
+    draft_ids: list[int] = field(default_factory=list)
+    """Guesses of what comes next, to be verified in the next step."""
     finish_reason: str | None = None
     """None while running; "stop", "length" or "aborted"."""
     num_preemptions: int = 0
@@ -72,5 +78,6 @@ class Request:
         """Start over: everything is computed again later. Returns the blocks that are free now."""
         blocks, self.block_ids = self.block_ids, []
         self.num_computed_tokens = 0
+        self.draft_ids = []
         self.num_preemptions += 1
         return blocks

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from piecewise_backend.runner.batch import ScheduledRequest
+from piecewise_backend.runner.batch import NO_STATE_SLOT, ScheduledRequest
 from piecewise_backend.runner.block_pool import BlockPool
 from piecewise_backend.runner.request import Request
 
@@ -15,6 +15,9 @@ class Scheduler:
 
     A long prompt is computed in chunks that fill what the token budget leaves. When blocks run out, the request that
     came last gives all of its blocks back and is computed again later (preemption by recompute).
+
+    num_draft_tokens: guesses of a request that a step verifies, at most. lookahead: tokens for which blocks are
+    reserved beyond those of the step: a draft model writes there.
     """
 
     def __init__(
@@ -23,18 +26,26 @@ class Scheduler:
         *,
         max_num_tokens: int,
         max_num_reqs: int,
+        max_model_len: int,
+        num_draft_tokens: int = 0,
+        lookahead: int = 0,
         on_preempt: Callable[[Request], None] = lambda request: None,
     ) -> None:
         self.pool = pool
         self.max_num_tokens = max_num_tokens
         self.max_num_reqs = max_num_reqs
+        self.max_model_len = max_model_len
+        self.num_draft_tokens = num_draft_tokens
+        self.lookahead = lookahead
+        self._free_slots = deque(range(max_num_reqs))
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self._on_preempt = on_preempt
 
     def add(self, request: Request) -> None:
         """Queue a request. ValueError for one that could never run, even alone."""
-        needed = self.pool.blocks_for(len(request.prompt_ids) + request.params.max_tokens)
+        tokens = len(request.prompt_ids) + request.params.max_tokens + self.num_draft_tokens + self.lookahead
+        needed = self.pool.blocks_for(min(tokens, self.max_model_len))
         if needed > self.pool.num_blocks:
             raise ValueError(
                 f"request {request.request_id!r} needs up to {needed} cache blocks of {self.pool.block_size} tokens, "
@@ -50,7 +61,7 @@ class Scheduler:
         for request in list(self.running):
             if request not in self.running or budget == 0:
                 continue
-            while not self._reserve(request, count := min(budget, request.num_tokens - request.num_computed_tokens)):
+            while not self._reserve(request, count := min(budget, self._wanted(request))):
                 preempted = True
                 if self._preempt_last() is request:
                     break
@@ -59,9 +70,10 @@ class Scheduler:
                 budget -= count
         while self.waiting and budget and not preempted and len(self.running) < self.max_num_reqs:
             request = self.waiting[0]
-            count = min(budget, request.num_tokens - request.num_computed_tokens)
+            count = min(budget, self._wanted(request))
             if not self._reserve(request, count):
                 break
+            request.state_slot = self._free_slots.popleft()
             self.running.append(self.waiting.popleft())
             scheduled.append((request, _take(request, count)))
             budget -= count
@@ -71,6 +83,7 @@ class Scheduler:
         """Take a request out, running or waiting, and free its blocks."""
         if request in self.running:
             self.running.remove(request)
+            self._release_slot(request)
         elif request in self.waiting:
             self.waiting.remove(request)
         self.pool.release(request.block_ids)
@@ -80,12 +93,24 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
 
+    def _wanted(self, request: Request) -> int:
+        """Tokens left to compute, guesses included as far as the longest sequence allows."""
+        known = request.num_tokens - request.num_computed_tokens
+        room = self.max_model_len - request.num_tokens
+        return known + min(len(request.draft_ids), max(0, room))
+
     def _reserve(self, request: Request, count: int) -> bool:
-        return self.pool.extend(request.block_ids, request.num_computed_tokens + count)
+        tokens = request.num_computed_tokens + count + self.lookahead
+        return self.pool.extend(request.block_ids, min(tokens, self.max_model_len))
+
+    def _release_slot(self, request: Request) -> None:
+        self._free_slots.append(request.state_slot)
+        request.state_slot = NO_STATE_SLOT
 
     def _preempt_last(self) -> Request:
         """The request that came last gives way. Never one already scheduled in this step: those come earlier."""
         request = self.running.pop()
+        self._release_slot(request)
         self.pool.release(request.preempt())
         self.waiting.appendleft(request)
         self._on_preempt(request)
@@ -93,21 +118,27 @@ class Scheduler:
 
 
 def advance(scheduled: Sequence[tuple[Request, ScheduledRequest]]) -> list[tuple[int, Request]]:
-    """Note that a step was computed. Returns (row, request) of those whose next token can be sampled."""
+    """Note that a step was computed. Returns (position in the step, request) of those whose next token can be sampled.
+
+    Draft tokens count as not computed: whoever verifies them adds the accepted ones.
+    """
     ready = []
-    for row, (request, work) in enumerate(scheduled):
-        request.num_computed_tokens += len(work.token_ids)
+    for index, (request, work) in enumerate(scheduled):
+        request.num_computed_tokens += len(work.token_ids) - work.num_draft_tokens
         if request.num_computed_tokens == request.num_tokens:
-            ready.append((row, request))
+            ready.append((index, request))
     return ready
 
 
 def _take(request: Request, count: int) -> ScheduledRequest:
     start = request.num_computed_tokens
+    known = min(count, request.num_tokens - start)
     return ScheduledRequest(
         request_id=request.request_id,
-        token_ids=request.tokens(start, start + count),
+        token_ids=[*request.tokens(start, start + known), *request.draft_ids[: count - known]],
         num_computed_tokens=start,
         block_ids=tuple(request.block_ids),
         is_decode=request.is_decode,
+        state_slot=request.state_slot,
+        num_draft_tokens=count - known,
     )

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from attention.base import AttentionSpec
+from attention.specs import AttentionSpec
+
 from attention.metadata import CommonAttentionMetadata
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
@@ -78,7 +79,7 @@ class PagedBatch:
 
         self.query = buffer(num_tokens, spec.num_heads, spec.head_size, dtype=spec.dtype)
         self.out = torch.empty_like(self.query)
-        self.kv_cache = buffer(num_blocks, *spec.kv_cache_shape_per_block, dtype=spec.dtype)
+        self.kv_cache = buffer(num_blocks, *spec.caches()["kv_cache"].shape, dtype=spec.dtype)
         self.query_start_loc = buffer(num_reqs + 1, dtype=torch.int32)
         self.seq_lens = buffer(num_reqs, dtype=torch.int32)
         self.block_table = buffer(num_reqs, max_num_blocks, dtype=torch.int32)
@@ -149,6 +150,8 @@ class PagedBatch:
             seq_lens_cpu=self.seq_lens.cpu(),
             block_table=self.block_table,
             slot_mapping=self.slot_mapping,
+            token_request=self.token_request,
+            state_slots=torch.full_like(self.seq_lens, -1),
         )
 
     def assert_out_is_right(self) -> None:

@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from attention.backends.pytorch import TorchAttentionImpl, TorchMetadata
-from attention.base import AttentionCGSupport, AttentionImpl, AttentionSpec, MetadataBuilder
+from attention.base import AttentionCGSupport, AttentionImpl, MetadataBuilder
+from attention.specs import AttentionSpec
 from attention.ops import write_kv_cache as write_kv_cache_op
 from attention.registry import choose_backend, get_backend
 from tests.attention.oracle import Case, PagedBatch, Requests, grid, random_requests

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from attention.backends.pytorch import TorchAttentionImpl, TorchBackend, TorchMetadataBuilder
-from attention.base import AttentionBackend, AttentionCGSupport, AttentionImpl, AttentionSpec, MetadataBuilder
+from attention.base import AttentionBackend, AttentionCGSupport, AttentionImpl, MetadataBuilder
+from attention.specs import AttentionSpec
 from attention.groups import init_attn_backend
 from attention.registry import choose_backend, get_backend, register_backend
 
@@ -51,7 +52,7 @@ class Silent(AttentionBackend):
 
 @pytest.fixture
 def preference(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("attention.registry._BACKENDS", {"torch": TorchBackend})
+    monkeypatch.setattr("attention.registry._BACKENDS", {"attention": {"torch": TorchBackend}})
     monkeypatch.setattr("attention.registry._PREFERENCE", {"cpu": ("missing", "picky", "torch")})
     register_backend("picky", Picky)
     register_backend("missing", "no_such_library.backend:Backend")
@@ -100,7 +101,7 @@ def test_a_backend_that_does_not_declare_its_support_is_never_recorded_and_named
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """R32."""
-    monkeypatch.setattr("attention.registry._BACKENDS", {"silent": Silent})
+    monkeypatch.setattr("attention.registry._BACKENDS", {"attention": {"silent": Silent}})
     _, support, _ = init_attn_backend(
         {"a": spec()}, max_num_reqs=2, max_num_tokens=8, max_model_len=32, device=CPU, forced="silent"
     )

@@ -10,8 +10,9 @@ import triton
 
 from attention.backends.triton.kernels import attention_kernel, reduce_kernel
 from attention.backends.triton.tiles import MAX_GROUP, Tile, all_tiles, choose_tile, padded_head_size
-from attention.base import AttentionBackend, AttentionCGSupport, AttentionImpl, AttentionSpec, MetadataBuilder
+from attention.base import AttentionBackend, AttentionCGSupport, AttentionImpl, MetadataBuilder
 from attention.metadata import CommonAttentionMetadata
+from attention.specs import AttentionSpec
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
 """Whether the kernels run in Triton's interpreter. Settled when they are decorated, so read once, here."""
@@ -59,6 +60,7 @@ class TritonMetadataBuilder(MetadataBuilder[TritonMetadata]):
 
     # Programs find their work on the device, whatever the mix of requests.
     cudagraph_support = AttentionCGSupport.ALWAYS
+    advances_on_device = True
 
     def __init__(
         self,

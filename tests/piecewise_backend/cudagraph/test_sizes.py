@@ -4,9 +4,9 @@ import pytest
 
 from piecewise_backend.cudagraph.sizes import (
     clean_capture_sizes,
-    decode_capture_sizes,
     default_capture_sizes,
     smallest_fitting,
+    uniform_capture_sizes,
 )
 
 
@@ -37,7 +37,20 @@ def test_a_size_that_is_no_positive_integer_is_refused(wrong: object) -> None:
 
 def test_decode_sizes_hold_whole_requests() -> None:
     """R29: query length 3, each size divisible by 3."""
-    assert decode_capture_sizes((1, 2, 4, 8, 16, 24), query_len=3, max_num_reqs=8) == (3, 6, 9, 18, 24)
+    assert uniform_capture_sizes((1, 2, 4, 8, 16, 24), query_len=3, max_num_reqs=8, max_num_tokens=24) == (
+        3,
+        6,
+        9,
+        18,
+        24,
+    )
+
+
+@pytest.mark.parametrize(("max_num_tokens", "expected"), [(64, (3, 33, 63)), (2, ())])
+def test_no_decode_size_is_beyond_what_one_step_may_hold(max_num_tokens: int, expected: tuple[int, ...]) -> None:
+    """R26: every size is reached by some batch; one of 66 tokens could not be, with steps of at most 64."""
+    sizes = uniform_capture_sizes((1, 32, 64), query_len=3, max_num_reqs=99, max_num_tokens=max_num_tokens)
+    assert sizes == expected
 
 
 def test_the_smallest_fitting_size_is_found() -> None:

@@ -34,7 +34,7 @@ def test_padded_requests_and_tokens_are_inert(builds: list[tuple[CommonAttention
     batch = InputBatch.make([work("a", [1, 2, 3, 4], 2, [5]), work("b", [7, 8], 0, [6])])
     descriptor = BatchDescriptor(mode=CUDAGraphMode.FULL, num_tokens=8, num_reqs=4, max_query_len=8)
     runner.state.prepare_inputs(batch, 8)
-    runner.state.prepare_attn(batch, descriptor)
+    runner.state.prepare_attn(batch, descriptor, recorded_layers=frozenset(runner.layers))
     common, for_capture = builds[-1]
     assert not for_capture
     assert (common.num_tokens, common.num_actual_tokens, common.num_reqs, common.max_query_len) == (8, 6, 4, 8)

@@ -10,7 +10,8 @@ from piecewise_backend.runner.scheduler import Scheduler, advance
 
 
 def make(num_blocks: int = 16, tokens: int = 8, reqs: int = 4, **settings: object) -> Scheduler:
-    return Scheduler(BlockPool(num_blocks, 4), max_num_tokens=tokens, max_num_reqs=reqs, **settings)
+    limits = {"max_num_tokens": tokens, "max_num_reqs": reqs, "max_model_len": 64}
+    return Scheduler(BlockPool(num_blocks, 4), **limits | settings)
 
 
 def request(name: str, prompt: int, max_tokens: int = 4) -> Request:
