@@ -54,6 +54,8 @@ class ReasonCode(enum.StrEnum):
     """Recording a size failed; that size alone is dropped."""
     OUT_OF_MEMORY = "out_of_memory"
     """Memory ran out while recording a size; that size alone is dropped."""
+    NOT_ON_ALL_RANKS = "not_on_all_ranks"
+    """A size was not captured on every data-parallel rank, so no rank uses it."""
     PREEMPTED = "preempted"
     """A request gave its blocks back and is computed again later."""
     REQUEST_REFUSED = "request_refused"

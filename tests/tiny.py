@@ -8,7 +8,15 @@ from torch.nn.functional import linear, rms_norm, silu
 
 from attention.layers import Attention
 from piecewise_backend.config import parse_options
-from piecewise_backend.runner import Engine, ModelRunner, RunnerConfig, SamplingParams, ScheduledRequest, Speculator
+from piecewise_backend.runner import (
+    DataParallel,
+    Engine,
+    ModelRunner,
+    RunnerConfig,
+    SamplingParams,
+    ScheduledRequest,
+    Speculator,
+)
 
 VOCAB, HIDDEN, HEADS, KV_HEADS, HEAD_SIZE = 97, 32, 4, 2, 16
 
@@ -81,6 +89,7 @@ def make_runner(
     model: nn.Module | None = None,
     device: str = "cpu",
     speculator: Speculator | None = None,
+    data_parallel: DataParallel | None = None,
     **settings: object,
 ) -> ModelRunner:
     """A started runner of a tiny decoder, emulated recorder, pieces as traced; settings of both kinds by name."""
@@ -90,7 +99,14 @@ def make_runner(
         (limits if name in RunnerConfig.__dataclass_fields__ else options)[name] = value
     module = (model or TinyDecoder()).to(device)
     where = torch.device(device)
-    runner = ModelRunner(module, RunnerConfig(**limits), parse_options(options), where, speculator=speculator)
+    runner = ModelRunner(
+        module,
+        RunnerConfig(**limits),
+        parse_options(options),
+        where,
+        speculator=speculator,
+        data_parallel=data_parallel,
+    )
     runner.start()
     return runner
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 from rich.progress import Progress
@@ -15,6 +15,7 @@ from piecewise_backend.cudagraph.dispatch import Dispatcher
 from piecewise_backend.cudagraph.fingerprint import check_all
 from piecewise_backend.cudagraph.modes import BatchDescriptor
 from piecewise_backend.cudagraph.recorder import GraphRecorder
+from piecewise_backend.reasons import Reason, ReasonCode
 from piecewise_backend.report import Report, SizeReport
 
 logger = logging.getLogger(__name__)
@@ -58,6 +59,21 @@ class CudaGraphManager:
         size = captured.size_report(str(descriptor), descriptor.num_tokens)
         self.report.sizes.append(size)
         self._captured[descriptor] = (captured, size)
+
+    def keep_only(self, descriptors: Set[BatchDescriptor]) -> None:
+        """Give up every captured variant that is not among `descriptors`, with a reason."""
+        for descriptor in [d for d in self._captured if d not in descriptors]:
+            _, size = self._captured.pop(descriptor)
+            self.report.drop(size)
+            self.report.reasons.add(
+                Reason(
+                    ReasonCode.NOT_ON_ALL_RANKS,
+                    str(descriptor),
+                    "was not captured on every data-parallel rank, so none uses it",
+                    "see the other ranks' reports for why it failed there",
+                )
+            )
+        self._dispatcher = Dispatcher(self._captured)
 
     def dispatch(self, num_tokens: int, num_reqs: int, uniform_query_len: int | None) -> BatchDescriptor | None:
         """The captured descriptor for a batch; None: run without graphs."""

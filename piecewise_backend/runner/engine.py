@@ -52,11 +52,12 @@ class Engine:
         self.sampler = Sampler(runner.device)
         self._requests: dict[str, Request] = {}
         self._count = 0
+        self._others_may_work = True
 
     @property
     def has_work(self) -> bool:
-        """Whether any request is unfinished."""
-        return self.scheduler.has_work
+        """Whether any request is unfinished; with data parallelism, on any rank as far as the last step told."""
+        return self.scheduler.has_work or (self.runner.data_parallel is not None and self._others_may_work)
 
     def add(self, prompt_ids: Sequence[int], params: SamplingParams, request_id: str | None = None) -> str:
         """Queue a prompt; returns its request id. ValueError for a prompt that cannot be served, and only for it."""
@@ -73,7 +74,10 @@ class Engine:
     def step(self) -> list[NewToken]:
         """Run one forward pass over what fits; returns the tokens sampled, in batch order."""
         scheduled = self.scheduler.schedule()
+        self._others_may_work = True
         if not scheduled:
+            if self.runner.data_parallel is not None:
+                self._others_may_work = self.runner.execute_idle()
             return []
         logits = self.runner.execute([work for _, work in scheduled])
         ready = advance(scheduled)
@@ -89,6 +93,15 @@ class Engine:
         if self.speculator is not None:
             self._guess([r for r in requests if r.finish_reason is None])
         return tokens
+
+    def rejoin(self) -> None:
+        """Expect other data-parallel ranks to have work again: `has_work` is true until a step shows that none has."""
+        self._others_may_work = True
+
+    def drain(self) -> None:
+        """Take part in the steps of other data-parallel ranks until none has work. Without them: nothing to do."""
+        while self.runner.data_parallel is not None and not self.scheduler.has_work and self._others_may_work:
+            self.step()
 
     def abort(self, request_id: str) -> None:
         """Stop serving a request. KeyError for one that is not being served."""

@@ -14,8 +14,10 @@ from torch import nn
 from piecewise_backend.config import parse_options
 from piecewise_backend.reasons import Reason, ReasonCode
 from piecewise_backend.report import Report
+from piecewise_backend.runner.config import RunnerConfig
+from piecewise_backend.runner.data_parallel import DataParallel
 from piecewise_backend.runner.engine import Engine, NewToken
-from piecewise_backend.runner.model_runner import ModelRunner, RunnerConfig
+from piecewise_backend.runner.model_runner import ModelRunner
 from piecewise_backend.runner.request import SamplingParams
 from piecewise_backend.runner.speculation import Speculator
 
@@ -62,7 +64,8 @@ class LLM:
     model: a folder, a GGUF file or "smollm2"; a transformers causal language model; or any module that `ModelRunner`
     runs (then give `vocab_size`, and `tokenizer` for text prompts). options: as `torch.compile(options=...)`; the
     other keywords are `RunnerConfig`'s. speculator: `PromptLookup(3)` or `DraftModel(small_model, 3)` guess tokens
-    ahead, which changes no greedy token and no distribution.
+    ahead, which changes no greedy token and no distribution. data_parallel: `DataParallel()` where torch.distributed
+    ranks run the same model in step; every rank then calls `generate` equally often, with no prompts if it has none.
     """
 
     def __init__(
@@ -76,6 +79,7 @@ class LLM:
         mode: str | None = None,
         options: Mapping[str, Any] | None = None,
         speculator: Speculator | None = None,
+        data_parallel: DataParallel | None = None,
         **limits: Any,
     ) -> None:
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -88,7 +92,14 @@ class LLM:
         vocab_size = vocab_size or getattr(hf_config, "vocab_size", None)
         if vocab_size is None:
             raise ValueError(f"{type(module).__name__} has no config.vocab_size; pass vocab_size=")
-        self.runner = ModelRunner(module, RunnerConfig(**limits), parsed, self.device, speculator=speculator)
+        self.runner = ModelRunner(
+            module,
+            RunnerConfig(**limits),
+            parsed,
+            self.device,
+            speculator=speculator,
+            data_parallel=data_parallel,
+        )
         self.runner.start()
         self._arrived: dict[str, deque[NewToken]] = {}
         self.engine = Engine(self.runner, vocab_size=vocab_size, eos_token_ids=getattr(module, "eos_token_ids", ()))
@@ -143,6 +154,7 @@ class LLM:
     def _serve(self, request_ids: Iterable[str]) -> Iterator[NewToken]:
         """Step the engine until these requests are finished. Tokens of other requests wait for their own reader, so
         calls may overlap; leaving early aborts what is unfinished."""
+        self.engine.rejoin()
         unfinished = set(request_ids)
         self._arrived.update({request_id: deque() for request_id in unfinished})
         try:
@@ -158,6 +170,7 @@ class LLM:
                         self._arrived.setdefault(token.request_id, deque()).append(token)
         finally:
             self._abort(unfinished)
+            self.engine.drain()
             for request_id in request_ids:
                 self._arrived.pop(request_id, None)
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from attention.base import AttentionCGSupport
 from attention.forward_context import ForwardContext, set_forward_context
 from attention.groups import AttentionCGSupportInfo, AttentionGroup, init_attn_backend, least_support
 from attention.kv_cache import allocate_caches, block_bytes, state_bytes
@@ -21,62 +19,22 @@ from piecewise_backend.config import Options
 from piecewise_backend.cudagraph.capture import CapturedProgram, Step
 from piecewise_backend.cudagraph.manager import CudaGraphManager
 from piecewise_backend.cudagraph.modes import BatchDescriptor, CUDAGraphMode
-from piecewise_backend.cudagraph.resolve import BatchKind, ResolvedCudagraphs, resolve_cudagraph_mode_and_sizes
+from piecewise_backend.cudagraph.resolve import ResolvedCudagraphs, resolve_cudagraph_mode_and_sizes
 from piecewise_backend.reasons import Reason, ReasonCode
-from piecewise_backend.report import GroupReport
 from piecewise_backend.runner.batch import InputBatch, ScheduledRequest
 from piecewise_backend.runner.block_tables import BlockTables
 from piecewise_backend.runner.buffers import InputBuffers
+from piecewise_backend.runner.config import RunnerConfig
+from piecewise_backend.runner.data_parallel import DataParallel, StepFacts
 from piecewise_backend.runner.model_state import GroupNotCapturable, ModelState
 from piecewise_backend.runner.speculation import Speculator
+from piecewise_backend.runner.start_report import lowered_reason, passed_over_reasons, report_start, support_left
 from piecewise_backend.runner.trace import BoundProgram, trace
 
 logger = logging.getLogger(__name__)
 
 _CPU_CACHE_BYTES = 2 << 30
 _GPU_CACHE_SHARE = 0.85
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunnerConfig:
-    """Limits of one runner."""
-
-    max_num_tokens: int = 512
-    """Tokens of one step, over all requests."""
-    max_num_reqs: int = 64
-    max_model_len: int = 2048
-    """Tokens of one request, prompt and output."""
-    block_size: int = 16
-    num_blocks: int | None = None
-    """Blocks of the paged cache; None: as many as `max_num_reqs` full requests need, or as memory allows."""
-    attention_backend: str | None = None
-    """Force one; None chooses."""
-    num_draft_tokens: int = 0
-    """Tokens of a step that may be rejected afterwards: guesses that a decode step verifies besides its one token."""
-    uniform_query_len: int | None = None
-    """Tokens of each request in a decode step; None: 1 + num_draft_tokens."""
-
-    def __post_init__(self) -> None:
-        for name in ("max_num_tokens", "max_num_reqs", "max_model_len", "block_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.num_draft_tokens < 0:
-            raise ValueError(f"num_draft_tokens must be 0 (no speculation) or more, got {self.num_draft_tokens}")
-        if self.max_num_reqs > self.max_num_tokens:
-            raise ValueError(
-                f"max_num_reqs ({self.max_num_reqs}) cannot exceed max_num_tokens ({self.max_num_tokens}): every "
-                "running request needs a token in a step"
-            )
-
-    @property
-    def decode_query_len(self) -> int:
-        """Tokens of one request in a decode step."""
-        return self.uniform_query_len or 1 + self.num_draft_tokens
-
-    @property
-    def blocks_per_request(self) -> int:
-        """Blocks of a request of maximal length."""
-        return -(-self.max_model_len // self.block_size)
 
 
 class ModelRunner:
@@ -102,12 +60,15 @@ class ModelRunner:
         device: torch.device,
         *,
         speculator: Speculator | None = None,
+        data_parallel: DataParallel | None = None,
     ) -> None:
-        """`speculator`: guesses tokens for an engine; it sets the config's `num_draft_tokens`."""
+        """`speculator`: guesses tokens for an engine; it sets the config's `num_draft_tokens`. `data_parallel`: other
+        ranks that run the same model in step with this one."""
         if speculator is not None:
             config = dataclasses.replace(config, num_draft_tokens=speculator.num_draft_tokens)
         self.model = model.eval().requires_grad_(False)
         self.speculator = speculator
+        self.data_parallel = data_parallel
         self.config = config
         self.options = options
         self.device = device
@@ -136,7 +97,8 @@ class ModelRunner:
             self.resolved = self._resolve()
             self.bound = self._trace()
             self.report = self.bound.report
-            self._report_start(passed_over, refused)
+            report_start(self.report, type(self.model).__name__, self.resolved, self.groups)
+            self.report.reasons.extend((*refused, *passed_over))
             self.manager = CudaGraphManager(choose_recorder(self.options, self.device, self.report), self.report)
             try:
                 self.manager.capture(self.resolved.descriptors(self.config.max_num_reqs), self.create_forward_fn)
@@ -145,6 +107,8 @@ class ModelRunner:
                 refused.append(self._lower_support(refusal))
         if self.manager.recorder is None:
             self.report.mode_resolved = CUDAGraphMode.NONE.name
+        if self.data_parallel is not None:
+            self.manager.keep_only(self.data_parallel.agree_on_start(self.config, set(self.manager.captured)))
         if self.speculator is not None:
             self.speculator.start(self)  # resolves groups and modes of its own, for the blocks settled here
             self.report.speculation = self.speculator.report
@@ -157,13 +121,34 @@ class ModelRunner:
         """
         batch = InputBatch.make(requests)
         self._check_limits(batch)
-        descriptor = self.manager.dispatch(batch.num_tokens, batch.num_reqs, batch.uniform_query_len)
-        if descriptor is None:
-            descriptor = BatchDescriptor(mode=CUDAGraphMode.NONE, num_tokens=batch.num_tokens)
-        hidden = self.forward(batch, descriptor)
+        facts = StepFacts(batch.num_tokens, batch.num_reqs, batch.uniform_query_len)
+        if self.data_parallel is not None:
+            facts = self.data_parallel.agree(facts)
+        hidden = self.forward(batch, self._dispatch(facts))
         with torch.no_grad():
             rows = torch.from_numpy(batch.logits_rows).to(self.device, non_blocking=True)
             return self.compute_logits(hidden[rows])
+
+    def execute_idle(self) -> bool:
+        """Take part in a step of other data-parallel ranks without requests of one's own: a dummy batch of the agreed
+        size is run, and nothing is written to any cache. False, and nothing is run, where no rank had a request."""
+        assert self.data_parallel is not None, "a step without requests makes sense with data parallelism only"
+        facts = self.data_parallel.agree(StepFacts(0, 0, None))
+        if not facts.num_tokens:
+            return False
+        descriptor = self._dispatch(facts)
+        # Short sequences: the other ranks wait for this one.
+        longest = -(-descriptor.num_tokens // (descriptor.num_reqs or min(descriptor.num_tokens, facts.num_reqs)))
+        batch = InputBatch.make_dummy(
+            descriptor, max_num_reqs=facts.num_reqs, max_model_len=min(longest, self.config.max_model_len)
+        )
+        self.forward(batch, descriptor)
+        return True
+
+    def _dispatch(self, facts: StepFacts) -> BatchDescriptor:
+        """The captured variant for a step; a descriptor of mode NONE where there is none."""
+        found = self.manager.dispatch(facts.num_tokens, facts.num_reqs, facts.uniform_query_len)
+        return found or BatchDescriptor(mode=CUDAGraphMode.NONE, num_tokens=facts.num_tokens)
 
     def forward(self, batch: InputBatch, descriptor: BatchDescriptor) -> torch.Tensor:
         """Hidden states [padded tokens, H] of a batch, served by `descriptor`: valid until the next step."""
@@ -226,7 +211,8 @@ class ModelRunner:
         for name, layer in self.layers.items():
             layer.bind(name, self.buffers.for_layers() | caches[name])
 
-    def _init_attn_backend(self) -> list[tuple[str, str]]:
+    def _init_attn_backend(self) -> list[Reason]:
+        """Groups, support and builders; returns what was passed over on the way."""
         config = self.config
         self.groups, self.support, passed_over = init_attn_backend(
             self.specs,
@@ -244,7 +230,7 @@ class ModelRunner:
             max_model_len=config.max_model_len,
         )
         self.impls = {name: group.impl for group in self.groups for name in group.layer_names}
-        return passed_over
+        return passed_over_reasons(passed_over)
 
     def _resolve(self) -> ResolvedCudagraphs:
         config, options = self.config, self.options
@@ -268,47 +254,12 @@ class ModelRunner:
 
     def _lower_support(self, refusal: GroupNotCapturable) -> Reason:
         """Believe a builder that refuses, whatever it declared; returns the reason for the report."""
-        query_len = refusal.descriptor.uniform_query_len
-        gives = AttentionCGSupport.UNIFORM_BATCH
-        if query_len is not None:
-            single = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
-            gives = single if query_len > 1 else AttentionCGSupport.NEVER
-        refused = refusal.group
-        self.groups = [dataclasses.replace(g, support=gives) if g is refused else g for g in self.groups]
+        gives = support_left(refusal)
+        self.groups = [dataclasses.replace(g, support=gives) if g is refusal.group else g for g in self.groups]
         self.support = least_support(self.groups)
         self.state.groups = tuple(self.groups)
         logger.warning("%s", refusal)
-        return Reason(
-            ReasonCode.SUPPORT_LOWERED,
-            f"{refused}",
-            f"declares {refused.support.name}, taken as {gives.name}: {refusal.__cause__}",
-            f"declare it in {type(refused.builder).__name__}.cudagraph_support",
-        )
-
-    def _report_start(self, passed_over: list[tuple[str, str]], refused: list[Reason]) -> None:
-        report = self.report
-        report.name = type(self.model).__name__
-        report.mode_resolved = self.resolved.mode.name
-        report.capture_sizes = self.resolved.mixed.sizes or self.resolved.decode.sizes
-        report.groups = [self._group_report(group) for group in self.groups]
-        report.reasons.extend((*refused, *self.resolved.reasons))
-        for name, why in passed_over:
-            report.reasons.add(Reason(ReasonCode.BACKEND_CHOSEN, f"attention backend {name!r}", f"passed over: {why}"))
-
-    def _group_report(self, group: AttentionGroup) -> GroupReport:
-        def fate(kind: BatchKind) -> str:
-            if kind.mode is CUDAGraphMode.NONE:
-                return "no graphs"
-            return "recorded" if kind.recorded_layers.issuperset(group.layer_names) else "breaks"
-
-        return GroupReport(
-            backend=group.backend.name,
-            num_layers=len(group.layer_names),
-            support=group.support.name,
-            in_piece=group.in_piece and group.spec.operator not in self.resolved.splitting_ops,
-            decode=fate(self.resolved.decode),
-            mixed=fate(self.resolved.mixed),
-        )
+        return lowered_reason(refusal)
 
     def _affordable_blocks(self) -> int:
         wanted = self.config.max_num_reqs * self.config.blocks_per_request
@@ -329,7 +280,8 @@ class ModelRunner:
         return self.resolved.kind_of(descriptor).recorded_layers
 
     def context(self, metadata: dict[str, Any], num_tokens: int) -> ForwardContext:
-        return ForwardContext(impls=self.impls, metadata=metadata, num_tokens=num_tokens)
+        across = None if self.data_parallel is None else (num_tokens,) * self.data_parallel.world_size
+        return ForwardContext(impls=self.impls, metadata=metadata, num_tokens=num_tokens, num_tokens_across_dp=across)
 
     def _note_uncaptured(self, num_tokens: int) -> None:
         self.report.uncaptured_runs += 1
