@@ -112,10 +112,21 @@ def make_runner(
 
 
 def work(
-    request_id: str, token_ids: list[int], computed: int, blocks: list[int], *, is_decode: bool = False
+    request_id: str,
+    token_ids: list[int],
+    computed: int,
+    blocks: list[int],
+    *,
+    is_decode: bool = False,
+    state_slot: int = -1,
 ) -> ScheduledRequest:
     return ScheduledRequest(
-        request_id=request_id, token_ids=token_ids, num_computed_tokens=computed, block_ids=blocks, is_decode=is_decode
+        request_id=request_id,
+        token_ids=token_ids,
+        num_computed_tokens=computed,
+        block_ids=blocks,
+        is_decode=is_decode,
+        state_slot=state_slot,
     )
 
 

@@ -63,7 +63,7 @@ class Scheduler:
                 continue
             while not self._reserve(request, count := min(budget, self._wanted(request))):
                 preempted = True
-                if self._preempt_last() is request:
+                if self.preempt_last() is request:
                     break
             else:
                 scheduled.append((request, _take(request, count)))
@@ -107,7 +107,7 @@ class Scheduler:
         self._free_slots.append(request.state_slot)
         request.state_slot = NO_STATE_SLOT
 
-    def _preempt_last(self) -> Request:
+    def preempt_last(self) -> Request:
         """The request that came last gives way. Never one already scheduled in this step: those come earlier."""
         request = self.running.pop()
         self._release_slot(request)
