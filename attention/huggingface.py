@@ -95,6 +95,26 @@ class PagedCausalLM(nn.Module):
         return self._head[0](inputs_embeds=hidden[None], use_cache=False).logits[0]
 
 
+def first_layers(model: PagedCausalLM, count: int) -> PagedCausalLM:
+    """A shallower model made of the first `count` layers, with the same embeddings, norm and head: a draft for `model`.
+
+    Shares every weight; caches are its own. ValueError for a count that `model` does not have.
+    """
+    tensors = [*model.parameters(), *model.buffers(), *model._head[0].parameters()]
+    shallow = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+    total = shallow.config.num_hidden_layers
+    if not 0 < count <= total:
+        raise ValueError(f"first_layers takes from 1 to {total} layers of this model, got {count}")
+    for module in shallow.backbone.modules():
+        for name, child in list(module.named_children()):
+            if isinstance(child, nn.ModuleList) and len(child) == total:
+                setattr(module, name, child[:count])
+    for part in (shallow, shallow.backbone, shallow._head[0]):
+        part.config = copy.copy(part.config)
+        part.config.num_hidden_layers = count
+    return shallow
+
+
 def attention_forward(
     module: nn.Module,
     query: torch.Tensor,

@@ -93,7 +93,7 @@ class HybridDecoder(nn.Module):
 
 
 def make_hybrid_runner(mode: str, **settings: object) -> ModelRunner:
-    return make_runner(mode, model=HybridDecoder(), **settings)
+    return make_runner(mode, model=HybridDecoder(), **{"capture_sizes": [2, 6, 16, 32], **settings})
 
 
 def all_caches(runner: ModelRunner) -> dict[str, torch.Tensor]:

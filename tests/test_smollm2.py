@@ -7,9 +7,9 @@ import pytest
 import torch
 import transformers
 
-from attention.huggingface import PagedCausalLM, _locate
+from attention.huggingface import PagedCausalLM, _locate, first_layers
 from piecewise_backend.compile import forget_compiled_pieces
-from piecewise_backend.runner import LLM, SamplingParams
+from piecewise_backend.runner import LLM, DraftModel, PromptLookup, SamplingParams, Speculator
 
 LENGTHS = [1, 2, 3, 5, 8, 16, 17, 31, 33, 48, 64, 65, 100, 128, 150, 200]
 NEW_TOKENS = 32
@@ -58,7 +58,7 @@ def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(tmp_path_factory.mktemp("artifacts"))
 
 
-def start(smollm2: PagedCausalLM, mode: str, cache_dir: str) -> LLM:
+def start(smollm2: PagedCausalLM, mode: str, cache_dir: str, speculator: Speculator | None = None) -> LLM:
     options = {"recorder": "emulated", "capture_sizes": [1, 4, 8, 16, 64], "cache_dir": cache_dir}
     return LLM(
         smollm2,
@@ -69,6 +69,7 @@ def start(smollm2: PagedCausalLM, mode: str, cache_dir: str) -> LLM:
         max_num_tokens=64,
         max_num_reqs=16,
         max_model_len=256,
+        speculator=speculator,
     )
 
 
@@ -89,6 +90,39 @@ def test_sixteen_prompts_in_one_batch_get_what_transformers_generates(
     graphs = {s.descriptor.split()[0]: s.num_graphs for s in report.sizes}
     assert graphs.get("FULL", 1) == 1
     assert graphs.get("PIECEWISE", 31) == 31
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("method", ["lookup", "first layers"])
+def test_guessing_ahead_gives_the_tokens_of_plain_greedy(
+    method: str,
+    mode: str,
+    smollm2: PagedCausalLM,
+    prompts: list[list[int]],
+    expected: list[list[int]],
+    cache_dir: str,
+) -> None:
+    speculator = PromptLookup(3) if method == "lookup" else DraftModel(first_layers(smollm2, 6), 3)
+    llm = start(smollm2, mode, cache_dir, speculator)
+    completions = llm.generate(prompts[:8], SamplingParams(max_tokens=16))
+    assert [c.token_ids for c in completions] == [e[:16] for e in expected[:8]]
+    report = llm.report
+    assert report.speculation.proposed > 0
+    assert f"{report.speculation.accepted} of {report.speculation.proposed} guesses" in str(report)
+    decode = [s for s in report.sizes if s.descriptor.startswith("FULL decode x4") and s.replays]
+    assert bool(decode) == (mode == "FULL_AND_PIECEWISE")
+    assert (report.draft is None) == (method == "lookup")
+
+
+def test_the_first_layers_of_a_model_share_its_weights_and_not_its_caches(smollm2: PagedCausalLM) -> None:
+    shallow = first_layers(smollm2, 2)
+    weights = {p.data_ptr() for p in smollm2.parameters()}
+    assert {p.data_ptr() for p in shallow.parameters()} <= weights
+    assert len(shallow.backbone.layers) == 2
+    assert len(smollm2.backbone.layers) == 30
+    assert smollm2.config.num_hidden_layers == 30
+    with pytest.raises(ValueError, match="from 1 to 30"):
+        first_layers(smollm2, 31)
 
 
 def test_pieces_kept_on_disk_are_not_compiled_again(

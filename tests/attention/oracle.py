@@ -8,9 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from attention.specs import AttentionSpec
-
 from attention.metadata import CommonAttentionMetadata
+from attention.specs import AttentionSpec
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 """Absolute and relative, of outputs of order 1."""
@@ -84,6 +83,7 @@ class PagedBatch:
         self.seq_lens = buffer(num_reqs, dtype=torch.int32)
         self.block_table = buffer(num_reqs, max_num_blocks, dtype=torch.int32)
         self.slot_mapping = buffer(num_tokens, dtype=torch.int64)
+        self.token_request = buffer(num_tokens, dtype=torch.int32)
         self.requests: Requests = ()
         self.expected = torch.empty(0)
 
@@ -132,6 +132,9 @@ class PagedBatch:
         self.query.copy_(query)
         self.block_table.copy_(table)
         self.slot_mapping.copy_(slots)
+        of_token = [r for r, (query_len, _) in enumerate(requests) for _ in range(query_len)]
+        self.token_request.fill_(-1)
+        self.token_request[: len(of_token)] = torch.tensor(of_token, dtype=torch.int32)
         self.query_start_loc.copy_(torch.tensor(starts, dtype=torch.int32))
         self.seq_lens.copy_(torch.tensor([seq_len for _, seq_len in requests], dtype=torch.int32))
         self.out.fill_(float("nan"))

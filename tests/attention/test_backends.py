@@ -17,9 +17,9 @@ import torch
 
 from attention.backends.pytorch import TorchAttentionImpl, TorchMetadata
 from attention.base import AttentionCGSupport, AttentionImpl, MetadataBuilder
-from attention.specs import AttentionSpec
 from attention.ops import write_kv_cache as write_kv_cache_op
 from attention.registry import choose_backend, get_backend
+from attention.specs import AttentionSpec
 from tests.attention.oracle import Case, PagedBatch, Requests, grid, random_requests
 
 CPU = torch.device("cpu")

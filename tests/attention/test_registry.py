@@ -7,9 +7,9 @@ import torch
 
 from attention.backends.pytorch import TorchAttentionImpl, TorchBackend, TorchMetadataBuilder
 from attention.base import AttentionBackend, AttentionCGSupport, AttentionImpl, MetadataBuilder
-from attention.specs import AttentionSpec
 from attention.groups import init_attn_backend
 from attention.registry import choose_backend, get_backend, register_backend
+from attention.specs import AttentionSpec
 
 CPU = torch.device("cpu")
 

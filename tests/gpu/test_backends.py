@@ -11,9 +11,9 @@ import torch
 
 from attention.backends.pytorch import TorchBackend
 from attention.base import AttentionBackend, AttentionImpl, MetadataBuilder
-from attention.specs import AttentionSpec
 from attention.ops import write_kv_cache
 from attention.registry import choose_backend, get_backend
+from attention.specs import AttentionSpec
 from tests.attention.oracle import Case, PagedBatch, grid, random_requests
 
 pytestmark = pytest.mark.gpu

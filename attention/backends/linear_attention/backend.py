@@ -49,6 +49,7 @@ class LinearAttentionMetadataBuilder(MetadataBuilder[LinearAttentionMetadata]):
 
     # The kernel for decode and for draft tokens finds its work on the device; chunks are counted on the host.
     cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
+    advances_on_device = True
 
     def __init__(
         self,

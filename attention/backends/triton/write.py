@@ -1,4 +1,4 @@
-"""Scatter of new keys and values into the paged cache."""
+"""Scatter of new rows into paged caches."""
 
 # mypy: disallow-incomplete-defs=False, check-untyped-defs=False
 from __future__ import annotations
@@ -76,6 +76,60 @@ def write_kv_cache(key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tenso
         WIDTH=width,
         HEAD_SIZE=head_size,
         BLOCK_SIZE=kv_cache.shape[2],
+        BLOCK=block,
+        num_warps=4,
+    )
+
+
+@triton.jit
+def write_rows_kernel(
+    value,
+    cache,
+    slot_mapping,
+    stride_value,
+    stride_cache_block,
+    stride_cache_slot,
+    WIDTH: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Program (token, part): elements [part * BLOCK, (part + 1) * BLOCK) of one token's row."""
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slot_mapping + token).to(tl.int64)
+    if slot < 0:
+        return
+    element = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.load(value + token * stride_value + element, mask=element < WIDTH)
+    target = cache + (slot // BLOCK_SIZE) * stride_cache_block + (slot % BLOCK_SIZE) * stride_cache_slot
+    tl.store(target + element, row.to(cache.dtype.element_ty), mask=element < WIDTH)
+
+
+def write_cache(value: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+    """Write each token's row to its slot; a slot of -1 writes nothing.
+
+    value: [num_tokens, ...], any strides with the last dimension contiguous. cache: [num_blocks, block_size, ...],
+    each row contiguous. slot_mapping: [>= num_tokens] integer, block * block_size + offset. All on one device.
+    """
+    num_tokens = value.shape[0]
+    if num_tokens == 0:
+        return
+    rows, paged = value.reshape(num_tokens, -1), cache.view(*cache.shape[:2], -1)
+    if rows.stride(1) != 1 or paged.stride(2) != 1:
+        raise ValueError(
+            "write_cache needs contiguous rows, got strides "
+            f"value {value.stride()}, cache {cache.stride()}; call .contiguous()"
+        )
+    width = rows.shape[1]
+    block = min(triton.next_power_of_2(width), 2048)
+    write_rows_kernel[(num_tokens, triton.cdiv(width, block))](
+        rows,
+        paged,
+        slot_mapping,
+        rows.stride(0),
+        paged.stride(0),
+        paged.stride(1),
+        WIDTH=width,
+        BLOCK_SIZE=cache.shape[1],
         BLOCK=block,
         num_warps=4,
     )

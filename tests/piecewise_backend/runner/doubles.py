@@ -50,12 +50,14 @@ def windowed(builder_cls: type[TorchMetadataBuilder], name: str = "windowed") ->
     return Windowed
 
 
-def install(monkeypatch: Any, builder_cls: type[TorchMetadataBuilder], name: str = "windowed") -> None:
+def install(
+    monkeypatch: Any, builder_cls: type[TorchMetadataBuilder], name: str = "windowed", device: str = "cpu"
+) -> None:
     """Have layers with a sliding window run on a backend with this builder, for the length of a test."""
     from attention import registry
 
     monkeypatch.setattr(registry, "_BACKENDS", {k: dict(v) for k, v in registry._BACKENDS.items()})
-    monkeypatch.setattr(registry, "_PREFERENCE", {"cpu": (name, "torch")})
+    monkeypatch.setattr(registry, "_PREFERENCE", {device: (name, "torch")})
     register_backend(name, windowed(builder_cls, name))
 
 
