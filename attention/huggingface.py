@@ -109,9 +109,10 @@ def first_layers(model: PagedCausalLM, count: int) -> PagedCausalLM:
         for name, child in list(module.named_children()):
             if isinstance(child, nn.ModuleList) and len(child) == total:
                 setattr(module, name, child[:count])
+    config = copy.copy(shallow.config)
+    config.num_hidden_layers = count
     for part in (shallow, shallow.backbone, shallow._head[0]):
-        part.config = copy.copy(part.config)
-        part.config.num_hidden_layers = count
+        part.config = config
     return shallow
 
 
