@@ -16,10 +16,11 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.record import RESULTS, write
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def main() -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 import platform
 import shlex
 import subprocess
@@ -49,9 +50,9 @@ def _import(name: str) -> Any:
 
 
 def _commit() -> str:
-    """Short hash of the code that ran; "unknown" outside of a checkout."""
+    """Short hash of the code that ran: of the checkout, else what GIT_COMMIT says; "unknown" without both."""
     try:
         run = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
-        return "unknown"
+        return os.environ.get("GIT_COMMIT", "unknown")
     return run.stdout.strip()
