@@ -50,9 +50,11 @@ def _import(name: str) -> Any:
 
 
 def _commit() -> str:
-    """Short hash of the code that ran: of the checkout, else what GIT_COMMIT says; "unknown" without both."""
+    """Short hash of the code that ran: what GIT_COMMIT says (for a copy without history), else the checkout's."""
+    if "GIT_COMMIT" in os.environ:
+        return os.environ["GIT_COMMIT"]
     try:
         run = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("GIT_COMMIT", "unknown")
+        return "unknown"
     return run.stdout.strip()

@@ -245,7 +245,7 @@ def test_the_backend_says_what_it_cannot_run() -> None:
 @pytest.mark.parametrize(
     ("spec", "why"),
     [
-        (make_spec(sizes=(257, 16)), "at most 256 on CUDA, got head_k_size 257 and head_v_size 16"),
+        (make_spec(sizes=(129, 16)), "at most 128 on CUDA, got head_k_size 129 and head_v_size 16"),
         (make_spec(sizes=(16, 300)), "head_v_size 300"),
         (make_spec(dtype=torch.float64), "torch.float64"),
     ],

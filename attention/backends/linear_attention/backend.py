@@ -16,7 +16,7 @@ from attention.specs import LinearAttentionSpec
 CHUNK_SIZE = 64
 """Tokens of a chunk at most: what the tensor cores take as rows, and as fp32 fits into shared memory."""
 
-_MAX_HEAD_SIZE = 256
+_MAX_HEAD_SIZE = 128
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _NUM_STAGING_BUFFERS = 3
 _Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]

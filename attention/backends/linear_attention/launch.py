@@ -112,7 +112,7 @@ def step_long_requests(
         **shapes,
     )
     block_k = _padded(size_k)
-    block_v = min(_padded(size_v), 32 if block_k <= 128 else 16)
+    block_v = min(_padded(size_v), 32)
     scan_kernel[(num_reqs, num_v_heads, triton.cdiv(size_v, block_v))](
         query,
         key,
@@ -133,7 +133,7 @@ def step_long_requests(
         SIZE_V=size_v,
         BLOCK_K=block_k,
         BLOCK_V=block_v,
-        num_warps=4 if block_k <= 128 else 8,
+        num_warps=4,
         **shapes,
     )
 
