@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -141,23 +142,40 @@ def repeated(program: Program, count: int, after: Callable[..., None]) -> Progra
             )
             for s in program.steps
         )
-        is_last = run == count - 1
-        steps.append(_following(after, run, shifted(outputs, run), free=not is_last))
+        given = shifted(outputs, run)
+        call = functools.partial(_without_result, after, run)
+        steps.append(_plain_step(f"after run {run}", call, given, (), frees=given if run < count - 1 else ()))
     last = tuple(shifted([o], count - 1)[0] if isinstance(o, int) else o for o in program.outputs)
     return dataclasses.replace(program, steps=tuple(steps), outputs=last, num_slots=fixed + count * inner)
 
 
-def _following(after: Callable[..., None], run: int, inputs: tuple[int, ...], *, free: bool) -> Step:
-    def call(*values: Any) -> tuple[Any, ...]:
-        after(run, *values)
-        return ()
+def followed(program: Program, call: Callable[..., Any], name: str) -> Program:
+    """`program` and then `call(*outputs)`, whose result is one more output."""
+    outputs = tuple(o for o in program.outputs if isinstance(o, int))
+    step = _plain_step(name, lambda *values: (call(*values),), outputs, (program.num_slots,))
+    return dataclasses.replace(
+        program,
+        steps=(*program.steps, step),
+        outputs=(*program.outputs, program.num_slots),
+        num_slots=program.num_slots + 1,
+    )
 
+
+def _without_result(after: Callable[..., None], run: int, *values: Any) -> tuple[Any, ...]:
+    after(run, *values)
+    return ()
+
+
+def _plain_step(
+    name: str, run: Callable[..., Any], inputs: tuple[int, ...], outputs: tuple[int, ...], frees: tuple[int, ...] = ()
+) -> Step:
+    """A step that is no part of the traced graph."""
     return Step(
-        name=f"after run {run}",
-        run=call,
+        name=name,
+        run=run,
         inputs=inputs,
-        outputs=(),
-        frees=inputs if free else (),
+        outputs=outputs,
+        frees=frees,
         opaque=False,
         launches=True,
         breakpoint=None,

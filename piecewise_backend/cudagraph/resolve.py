@@ -159,8 +159,8 @@ def resolve_cudagraph_mode_and_sizes(
         else (),
         recorded_layers=_recorded_layers(groups, requested.decode, mode.decode, decode_needs, strict_minimum),
     )
-    if decode.mode is mixed.mode and decode.recorded_layers == mixed.recorded_layers:
-        decode = mixed  # no graphs of its own
+    if decode.mode is mixed.mode is not CUDAGraphMode.FULL and decode.recorded_layers == mixed.recorded_layers:
+        decode = mixed  # no graphs of its own. Full ones are worth it: attention is told that queries are short.
     splitting_ops = _too_weak_for_pieces(groups, mixed, decode, decode_needs)
     return ResolvedCudagraphs(
         requested=requested,

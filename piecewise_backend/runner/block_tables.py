@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import torch
 
 from piecewise_backend.runner.batch import InputBatch
 from piecewise_backend.runner.buffers import InputBuffers
@@ -18,8 +17,8 @@ class BlockTables:
         self.buffers = buffers
         self.block_size = block_size
 
-    def write(self, batch: InputBatch, num_tokens: int, num_reqs: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Device views (block_table [num_reqs, max_num_blocks], slot_mapping [num_tokens]) of a padded batch.
+    def write(self, batch: InputBatch, num_tokens: int, num_reqs: int) -> None:
+        """Block tables [num_reqs, max_num_blocks] and slot mapping [num_tokens] of a padded batch, on the host side.
 
         Padded requests have a table of zeros, padded tokens slot -1.
         """
@@ -31,16 +30,8 @@ class BlockTables:
         blocks = tables[batch.token_request, positions // self.block_size].astype(np.int64)
         slots[: batch.num_tokens] = blocks * self.block_size + positions % self.block_size
         slots[batch.num_tokens : num_tokens] = PAD_SLOT
-        return self._send(num_tokens, num_reqs)
 
-    def get_dummy_block_tables(self, num_tokens: int, num_reqs: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def get_dummy_block_tables(self, num_tokens: int, num_reqs: int) -> None:
         """As `write`, for a dummy batch: every table points at block 0, and no token is written anywhere."""
         self.buffers.block_table.np[:num_reqs] = 0
         self.buffers.slot_mapping.np[:num_tokens] = PAD_SLOT
-        return self._send(num_tokens, num_reqs)
-
-    def _send(self, num_tokens: int, num_reqs: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return (
-            self.buffers.block_table.copy_to_device(num_reqs),
-            self.buffers.slot_mapping.copy_to_device(num_tokens),
-        )

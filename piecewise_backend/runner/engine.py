@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+import torch
 
 from piecewise_backend.reasons import Reason, ReasonCode
 from piecewise_backend.runner.batch import ScheduledRequest
 from piecewise_backend.runner.block_pool import BlockPool
 from piecewise_backend.runner.model_runner import ModelRunner
-from piecewise_backend.runner.request import Request, SamplingParams
+from piecewise_backend.runner.request import UNKNOWN_TOKEN, Request, SamplingParams
 from piecewise_backend.runner.sampling import Sampler
 from piecewise_backend.runner.scheduler import Scheduler, advance
 
@@ -23,6 +25,38 @@ class NewToken:
     token_id: int
     finish_reason: str | None
     """None while the request goes on; "stop" or "length" with its last token."""
+
+
+@dataclass(slots=True)
+class _Step:
+    """A forward pass that was launched, and those of its requests that get a token by it."""
+
+    requests: list[Request]
+    works: list[ScheduledRequest]
+    logits: torch.Tensor
+    """[rows, vocabulary]: see `Sampler.sample`."""
+    tokens: OnTheWay | None = None
+    places: list[int] = field(default_factory=list)
+    """Where in the output of each request its token belongs."""
+
+
+class OnTheWay:
+    """Tokens [R] int64 on their way from the device to the host."""
+
+    def __init__(self, tokens: torch.Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        self._tokens = tokens
+        if tokens.device.type == "cuda":
+            self._tokens = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+            self._tokens.copy_(tokens, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def wait(self) -> list[int]:
+        """The tokens; waits for the work before them only, not for what was launched since."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._tokens.tolist()
 
 
 class Engine:
@@ -53,11 +87,17 @@ class Engine:
         self._requests: dict[str, Request] = {}
         self._count = 0
         self._others_may_work = True
+        self._in_flight: _Step | None = None
 
     @property
     def has_work(self) -> bool:
         """Whether any request is unfinished; with data parallelism, on any rank as far as the last step told."""
-        return self.scheduler.has_work or (self.runner.data_parallel is not None and self._others_may_work)
+        others = self.runner.data_parallel is not None and self._others_may_work
+        return self.scheduler.has_work or self._awaits_tokens or others
+
+    @property
+    def _awaits_tokens(self) -> bool:
+        return self._in_flight is not None and any(r.finish_reason is None for r in self._in_flight.requests)
 
     def add(self, prompt_ids: Sequence[int], params: SamplingParams, request_id: str | None = None) -> str:
         """Queue a prompt; returns its request id. ValueError for a prompt that cannot be served, and only for it."""
@@ -72,26 +112,67 @@ class Engine:
         return request_id
 
     def step(self) -> list[NewToken]:
-        """Run one forward pass over what fits; returns the tokens sampled, in batch order."""
+        """Run one forward pass over what fits; returns new tokens, in batch order.
+
+        The device works on this step while the host reads what the step before sampled: those tokens are returned,
+        and a request that ends by them has had one step too many, whose token is dropped. With a speculator the host
+        needs each step's tokens to guess the next ones, so a step returns its own.
+        """
+        launched = self._launch()
+        if self.speculator is not None:
+            return [] if launched is None else self._verify(launched)
+        before, self._in_flight = self._in_flight, launched
+        if launched is not None:
+            self._send_tokens(launched)
+        return [] if before is None else self._receive(before)
+
+    def _launch(self) -> _Step | None:
+        """Schedule and launch a forward pass; None where nothing came of it that could be sampled."""
         scheduled = self.scheduler.schedule()
         self._others_may_work = True
         if not scheduled:
             if self.runner.data_parallel is not None:
                 self._others_may_work = self.runner.execute_idle()
-            return []
-        logits = self.runner.execute([work for _, work in scheduled])
+            return None
+        works = [work for _, work in scheduled]
+        logits = self.runner.execute(works)
         ready = advance(scheduled)
         if not ready:
-            return []
-        works = [scheduled[index][1] for index, _ in ready]
-        requests = [request for _, request in ready]
-        drafts = [request.draft_ids[: work.num_draft_tokens] for request, work in zip(requests, works, strict=True)]
+            return None
+        rows = [index for index, _ in ready]
         if len(ready) < len(scheduled):
-            logits = logits[_rows_of([work for _, work in scheduled], [index for index, _ in ready])]
-        sampled = self.sampler.sample(logits, requests, drafts)
-        tokens = [t for r, new, d in zip(requests, sampled, drafts, strict=True) for t in self._accept(r, new, d)]
-        if self.speculator is not None:
-            self._guess([r for r in requests if r.finish_reason is None])
+            logits = logits[_rows_of(works, rows)]
+        return _Step([request for _, request in ready], [works[index] for index in rows], logits)
+
+    def _send_tokens(self, step: _Step) -> None:
+        """Sample on the device, keep the tokens there for the next step, and send them to the host meanwhile."""
+        tokens = self.sampler.choose(step.logits, step.requests)
+        self.runner.keep_tokens(step.works, tokens)
+        step.tokens = OnTheWay(tokens)
+        for request in step.requests:
+            step.places.append(len(request.output_ids))
+            request.output_ids.append(UNKNOWN_TOKEN)
+
+    def _receive(self, step: _Step) -> list[NewToken]:
+        """Put the tokens of an earlier step in their places, and see who has finished."""
+        assert step.tokens is not None
+        new = []
+        for request, place, token_id in zip(step.requests, step.places, step.tokens.wait(), strict=True):
+            if request.finish_reason is not None:
+                continue  # it ended, or was aborted, while this step ran
+            request.output_ids[place] = token_id
+            self._check_end(request, token_id, place + 1)
+            if request.finish_reason is not None:
+                del request.output_ids[place + 1 :]
+            new.append(NewToken(request.request_id, token_id, request.finish_reason))
+        return new
+
+    def _verify(self, step: _Step) -> list[NewToken]:
+        """Accept or reject the guesses of a step, and guess anew."""
+        drafts = [r.draft_ids[: w.num_draft_tokens] for r, w in zip(step.requests, step.works, strict=True)]
+        sampled = self.sampler.sample(step.logits, step.requests, drafts)
+        tokens = [t for r, new, d in zip(step.requests, sampled, drafts, strict=True) for t in self._accept(r, new, d)]
+        self._guess([r for r in step.requests if r.finish_reason is None])
         return tokens
 
     def rejoin(self) -> None:
@@ -100,7 +181,7 @@ class Engine:
 
     def drain(self) -> None:
         """Take part in the steps of other data-parallel ranks until none has work. Without them: nothing to do."""
-        while self.runner.data_parallel is not None and not self.scheduler.has_work and self._others_may_work:
+        while self.runner.data_parallel is not None and not self.scheduler.has_work and self.has_work:
             self.step()
 
     def abort(self, request_id: str) -> None:
@@ -113,11 +194,7 @@ class Engine:
         new: list[NewToken] = []
         for token_id in token_ids:
             request.output_ids.append(token_id)
-            params = request.params
-            stops = token_id in params.stop_token_ids or (token_id in self.eos_token_ids and not params.ignore_eos)
-            is_full = request.num_tokens >= self.runner.config.max_model_len
-            if stops or len(request.output_ids) >= params.max_tokens or is_full:
-                self._finish(request, "stop" if stops else "length")
+            self._check_end(request, token_id, len(request.output_ids))
             new.append(NewToken(request.request_id, token_id, request.finish_reason))
             if request.finish_reason is not None:
                 break
@@ -126,6 +203,14 @@ class Engine:
             self.speculator.report.proposed += len(drafts)
             self.speculator.report.accepted += len(token_ids) - 1
         return new
+
+    def _check_end(self, request: Request, token_id: int, num_output: int) -> None:
+        """Finish a request whose `num_output`-th token, `token_id`, is its last."""
+        params = request.params
+        stops = token_id in params.stop_token_ids or (token_id in self.eos_token_ids and not params.ignore_eos)
+        is_full = len(request.prompt_ids) + num_output >= self.runner.config.max_model_len
+        if stops or num_output >= params.max_tokens or is_full:
+            self._finish(request, "stop" if stops else "length")
 
     def _guess(self, requests: Sequence[Request]) -> None:
         assert self.speculator is not None

@@ -20,6 +20,7 @@ from piecewise_backend.cudagraph.capture import CapturedProgram, Step
 from piecewise_backend.cudagraph.manager import CudaGraphManager
 from piecewise_backend.cudagraph.modes import BatchDescriptor, CUDAGraphMode
 from piecewise_backend.cudagraph.resolve import ResolvedCudagraphs, resolve_cudagraph_mode_and_sizes
+from piecewise_backend.program import followed
 from piecewise_backend.reasons import Reason, ReasonCode
 from piecewise_backend.runner.batch import InputBatch, ScheduledRequest
 from piecewise_backend.runner.block_tables import BlockTables
@@ -27,6 +28,7 @@ from piecewise_backend.runner.buffers import InputBuffers
 from piecewise_backend.runner.config import RunnerConfig
 from piecewise_backend.runner.data_parallel import DataParallel, StepFacts
 from piecewise_backend.runner.model_state import GroupNotCapturable, ModelState
+from piecewise_backend.runner.newest_tokens import WithNewestTokens
 from piecewise_backend.runner.speculation import Speculator
 from piecewise_backend.runner.start_report import lowered_reason, passed_over_reasons, report_start, support_left
 from piecewise_backend.runner.trace import BoundProgram, trace
@@ -50,6 +52,8 @@ class ModelRunner:
     resolved: ResolvedCudagraphs
     state: ModelState
     bound: BoundProgram
+    bound_with_head: BoundProgram
+    """With logits for every row: what decode graphs hold."""
     manager: CudaGraphManager
 
     def __init__(
@@ -96,6 +100,8 @@ class ModelRunner:
         while True:
             self.resolved = self._resolve()
             self.bound = self._trace()
+            head = followed(self.bound.program, self.compute_logits, "logits")
+            self.bound_with_head = dataclasses.replace(self.bound, program=head)
             self.report = self.bound.report
             report_start(self.report, type(self.model).__name__, self.resolved, self.groups)
             self.report.reasons.extend((*refused, *passed_over))
@@ -117,17 +123,15 @@ class ModelRunner:
         """One step. Returns logits [R, vocabulary]: for each request in order, of its draft tokens and the token before
         them, so R = num_reqs where nothing is guessed.
 
-        ValueError for an empty batch or one beyond the runner's limits.
+        A token id of -1 stands for the request's newest token, which `keep_tokens` was told of. Logits are valid until
+        the next step. ValueError for an empty batch or one beyond the runner's limits.
         """
         batch = InputBatch.make(requests)
         self._check_limits(batch)
         facts = StepFacts(batch.num_tokens, batch.num_reqs, batch.uniform_query_len)
         if self.data_parallel is not None:
             facts = self.data_parallel.agree(facts)
-        hidden = self.forward(batch, self._dispatch(facts))
-        with torch.no_grad():
-            rows = torch.from_numpy(batch.logits_rows).to(self.device, non_blocking=True)
-            return self.compute_logits(hidden[rows])
+        return self._logits(batch, self.forward(batch, self._dispatch(facts)))
 
     def execute_idle(self) -> bool:
         """Take part in a step of other data-parallel ranks without requests of one's own: a dummy batch of the agreed
@@ -150,15 +154,32 @@ class ModelRunner:
         found = self.manager.dispatch(facts.num_tokens, facts.num_reqs, facts.uniform_query_len)
         return found or BatchDescriptor(mode=CUDAGraphMode.NONE, num_tokens=facts.num_tokens)
 
-    def forward(self, batch: InputBatch, descriptor: BatchDescriptor) -> torch.Tensor:
-        """Hidden states [padded tokens, H] of a batch, served by `descriptor`: valid until the next step."""
+    def keep_tokens(self, requests: Sequence[ScheduledRequest], tokens: torch.Tensor) -> None:
+        """Note the newest token of each request, [R] int64 on the device, for a step that is given -1 in its place."""
+        slots = [r.state_slot for r in requests]
+        assert min(slots) >= 0, "a token is kept by its request's state slot"
+        index = torch.tensor(slots, pin_memory=self.device.type == "cuda").to(self.device, non_blocking=True)
+        self.buffers.last_tokens.index_copy_(0, index, tokens)
+
+    def forward(self, batch: InputBatch, descriptor: BatchDescriptor) -> tuple[torch.Tensor, ...]:
+        """(hidden states [padded tokens, H],) of a batch, served by `descriptor`: valid until the next step. Where a
+        graph holds the head too, logits [padded tokens, V] follow."""
         self.state.prepare_inputs(batch, descriptor.num_tokens)
         metadata = self.state.prepare_attn(batch, descriptor, recorded_layers=self._recorded_layers(descriptor))
         with torch.no_grad(), set_forward_context(self.context(metadata, descriptor.num_tokens)):
             if descriptor.mode is not CUDAGraphMode.NONE:
-                return self.manager.replay(descriptor, batch.num_tokens, metadata)[0]
+                return self.manager.replay(descriptor, batch.num_tokens, metadata)
             self._note_uncaptured(batch.num_tokens)
-            return self.bound.run(descriptor.num_tokens)[0]
+            return self.bound.run(descriptor.num_tokens)
+
+    @torch.no_grad()
+    def _logits(self, batch: InputBatch, outputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        count = len(batch.logits_rows)
+        takes_all = count == batch.num_tokens  # uniform decode: they are the first rows, in order
+        if len(outputs) > 1 and takes_all:
+            return outputs[1][:count]
+        hidden = outputs[0][:count] if takes_all else outputs[0][self.buffers.logits_rows.first(count)]
+        return self.compute_logits(hidden)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [R, H] -> logits [R, V]."""
@@ -174,7 +195,7 @@ class ModelRunner:
 
         `bound`: another program on the same buffers, which adds up to `headroom` tokens to each sequence.
         """
-        bound = bound or self.bound
+        bound = bound or (self.bound_with_head if _holds_head(descriptor) else self.bound)
         recorded_layers = self._recorded_layers(descriptor)
         metadata = self.state.prepare_inputs_to_capture(
             descriptor,
@@ -250,7 +271,8 @@ class ModelRunner:
         num_tokens = max(2, self.config.max_num_tokens - 1)
         splitting_ops = (*self.options.splitting_ops, *self.resolved.splitting_ops)
         options = dataclasses.replace(self.options, splitting_ops=splitting_ops)
-        return trace(self.model, (self.buffers.input_ids.gpu, self.buffers.positions.gpu), num_tokens, options)
+        model = WithNewestTokens(self.model, self.buffers)
+        return trace(model, (self.buffers.input_ids.gpu, self.buffers.positions.gpu), num_tokens, options)
 
     def _lower_support(self, refusal: GroupNotCapturable) -> Reason:
         """Believe a builder that refuses, whatever it declared; returns the reason for the report."""
@@ -312,6 +334,11 @@ class ModelRunner:
                 f"this model keeps states per request, so each needs a state_slot of its own from 0 to "
                 f"{config.max_num_reqs - 1}, the same in all its steps; got {slots}"
             )
+
+
+def _holds_head(descriptor: BatchDescriptor) -> bool:
+    """Whether a graph computes logits too: in uniform decode they are wanted for every row."""
+    return descriptor.mode is CUDAGraphMode.FULL and descriptor.uniform_query_len is not None
 
 
 def is_recorded(step: Step, recorded_layers: frozenset[str]) -> bool:

@@ -44,15 +44,16 @@ class ModelState:
         self.max_model_len = max_model_len
 
     def prepare_inputs(self, batch: InputBatch, num_tokens: int) -> None:
-        """Write token ids and positions, padded with zeros to `num_tokens`."""
+        """Begin a step: write token ids and positions, padded with zeros to `num_tokens`. `prepare_attn` sends them."""
+        self.buffers.arena.begin()
         ids, positions = self.buffers.input_ids, self.buffers.positions
         for request, start in zip(batch.requests, batch.query_start_loc, strict=False):
             ids.np[start : start + len(request.token_ids)] = request.token_ids
         positions.np[: batch.num_tokens] = batch.positions
         ids.np[batch.num_tokens : num_tokens] = 0
         positions.np[batch.num_tokens : num_tokens] = 0
-        ids.copy_to_device(num_tokens)
-        positions.copy_to_device(num_tokens)
+        rows = batch.logits_rows
+        self.buffers.logits_rows.np[: len(rows)] = rows
 
     def prepare_attn(
         self,
@@ -62,7 +63,7 @@ class ModelState:
         recorded_layers: frozenset[str] = frozenset(),
         for_capture: bool = False,
     ) -> dict[str, Any]:
-        """Metadata of every attention layer, built group by group, in every mode.
+        """Metadata of every attention layer, built group by group, in every mode; after `prepare_inputs`.
 
         `recorded_layers`: those whose operators are, or are about to be, inside of a graph for `descriptor`. A group's
         `for_capture` is true exactly when a graph is being recorded (`for_capture`) and the group is in it. Recorded
@@ -120,22 +121,25 @@ class ModelState:
         num_reqs = descriptor.num_reqs or batch.num_reqs
         buffers, tables = self.buffers, self.block_tables
         self._write_request_facts(batch, num_tokens, num_reqs)
-        write = tables.get_dummy_block_tables if batch.is_dummy else None
-        block_table, slots = write(num_tokens, num_reqs) if write else tables.write(batch, num_tokens, num_reqs)
+        if batch.is_dummy:
+            tables.get_dummy_block_tables(num_tokens, num_reqs)
+        else:
+            tables.write(batch, num_tokens, num_reqs)
+        buffers.arena.send()
         return CommonAttentionMetadata(
             num_reqs=num_reqs,
             num_tokens=num_tokens,
             num_actual_tokens=batch.num_tokens,
             max_query_len=descriptor.max_query_len or batch.max_query_len,
             max_seq_len=self.max_model_len,
-            query_start_loc=buffers.query_start_loc.copy_to_device(num_reqs + 1),
+            query_start_loc=buffers.query_start_loc.first(num_reqs + 1),
             query_start_loc_cpu=buffers.query_start_loc.cpu[: num_reqs + 1],
-            seq_lens=buffers.seq_lens.copy_to_device(num_reqs),
+            seq_lens=buffers.seq_lens.first(num_reqs),
             seq_lens_cpu=buffers.seq_lens.cpu[:num_reqs],
-            block_table=block_table,
-            slot_mapping=slots,
-            token_request=buffers.token_request.copy_to_device(num_tokens),
-            state_slots=buffers.state_slots.copy_to_device(num_reqs),
+            block_table=buffers.block_table.first(num_reqs),
+            slot_mapping=buffers.slot_mapping.first(num_tokens),
+            token_request=buffers.token_request.first(num_tokens),
+            state_slots=buffers.state_slots.first(num_reqs),
         )
 
     def _write_request_facts(self, batch: InputBatch, num_tokens: int, num_reqs: int) -> None:

@@ -38,6 +38,10 @@ class SamplingParams:
             raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p}")
 
 
+UNKNOWN_TOKEN = -1
+"""Stands for a token that has been sampled and has not reached the host yet."""
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """A request being served."""
@@ -61,6 +65,16 @@ class Request:
     def num_tokens(self) -> int:
         """Prompt and output."""
         return len(self.prompt_ids) + len(self.output_ids)
+
+    @property
+    def is_complete(self) -> bool:
+        """All tokens that were asked for have been sampled, though the host may not know the last one yet."""
+        return len(self.output_ids) >= self.params.max_tokens
+
+    @property
+    def awaits_token(self) -> bool:
+        """Its newest token has not reached the host."""
+        return bool(self.output_ids) and self.output_ids[-1] == UNKNOWN_TOKEN
 
     @property
     def is_decode(self) -> bool:

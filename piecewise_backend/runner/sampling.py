@@ -20,7 +20,7 @@ class Sampler:
     def sample(
         self, logits: torch.Tensor, requests: Sequence[Request], drafts: Sequence[Sequence[int]] | None = None
     ) -> list[list[int]]:
-        """New tokens of each request, at least one.
+        """New tokens of each request, at least one. Waits for the device.
 
         logits [R, vocabulary], any float dtype: for each request in order, a row for each of its `drafts` and one more.
         Guesses are accepted from the first on until one is wrong; then comes one token of the model's own. Greedy
@@ -29,15 +29,23 @@ class Sampler:
         (https://arxiv.org/abs/2302.01318, theorem 1) for a draft distribution that is certain of its guess.
         """
         given: Sequence[Sequence[int]] = drafts or [()] * len(requests)
+        found = self.choose(logits, requests, given).tolist()
+        starts = [0, *itertools.accumulate(len(d) + 1 for d in given)]
+        return [_until_wrong(found[a:b], d) for a, b, d in zip(starts, starts[1:], given, strict=False)]
+
+    def choose(
+        self, logits: torch.Tensor, requests: Sequence[Request], drafts: Sequence[Sequence[int]] | None = None
+    ) -> torch.Tensor:
+        """A token for each row of `logits` (see `sample`), [R] int64 on the device: an accepted guess, or another."""
         tokens = logits.argmax(dim=-1)
+        given: Sequence[Sequence[int]] = drafts or [()] * len(requests)
         starts = [0, *itertools.accumulate(len(d) + 1 for d in given)]
         rows = [r for r, request in enumerate(requests) if request.params.temperature > 0]
         if rows:
             chosen = [i for r in rows for i in range(starts[r], starts[r + 1])]
             drawn = self._draw(logits[chosen].float(), [requests[r] for r in rows], [given[r] for r in rows])
             tokens[torch.tensor(chosen, device=tokens.device)] = drawn
-        found = tokens.tolist()
-        return [_until_wrong(found[a:b], d) for a, b, d in zip(starts, starts[1:], given, strict=False)]
+        return tokens
 
     def forget(self, request: Request) -> None:
         """Drop a finished request's random state."""

@@ -59,7 +59,7 @@ class Scheduler:
         scheduled: list[tuple[Request, ScheduledRequest]] = []
         preempted = False
         for request in list(self.running):
-            if request not in self.running or budget == 0:
+            if request not in self.running or budget == 0 or self._waits_for_its_end(request):
                 continue
             while not self._reserve(request, count := min(budget, self._wanted(request))):
                 preempted = True
@@ -71,7 +71,8 @@ class Scheduler:
         while self.waiting and budget and not preempted and len(self.running) < self.max_num_reqs:
             request = self.waiting[0]
             count = min(budget, self._wanted(request))
-            if not self._reserve(request, count):
+            # A preempted request is computed again from its tokens, so the host must know all of them.
+            if request.awaits_token or not self._reserve(request, count):
                 break
             request.state_slot = self._free_slots.popleft()
             self.running.append(self.waiting.popleft())
@@ -92,6 +93,10 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
+
+    def _waits_for_its_end(self, request: Request) -> bool:
+        """Nothing is left to compute; it leaves when the host has its last token."""
+        return request.is_complete or request.num_tokens >= self.max_model_len
 
     def _wanted(self, request: Request) -> int:
         """Tokens left to compute, guesses included as far as the longest sequence allows."""

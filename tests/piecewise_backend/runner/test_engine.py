@@ -98,3 +98,51 @@ def test_a_request_stops_at_its_stop_token_and_at_the_models_length() -> None:
     assert run(engine)[name] == expected[: expected.index(expected[3]) + 1]
     name = engine.add([1] * 44, SamplingParams(max_tokens=20))
     assert len(run(engine)[name]) == 4
+
+
+def test_the_host_reads_the_tokens_of_a_step_while_the_next_one_runs() -> None:
+    engine, model = make_engine()
+    engine.add([1, 2, 3], SamplingParams(max_tokens=3), "a")
+    given = [[t.token_id for t in engine.step()] for _ in range(4)]
+    assert given == [[], *([t] for t in oracle_greedy(model, [1, 2, 3], 3))]
+    assert not engine.has_work
+
+
+def test_no_step_is_run_for_a_request_that_has_all_its_tokens_already() -> None:
+    engine, _ = make_engine("NONE")
+    engine.add([1, 2, 3], SamplingParams(max_tokens=3))
+    run(engine)
+    assert engine.runner.report.uncaptured_runs == 3
+
+
+def test_a_request_that_stops_has_one_step_too_many_whose_token_is_dropped() -> None:
+    engine, model = make_engine("NONE")
+    expected = oracle_greedy(model, [1, 2, 3], 8)
+    stop = expected[2]
+    engine.add([1, 2, 3], SamplingParams(max_tokens=8, stop_token_ids=(stop,)), "a")
+    assert run(engine)["a"] == expected[: expected.index(stop) + 1]
+    assert engine.runner.report.uncaptured_runs == expected.index(stop) + 2
+    assert engine.scheduler.pool.num_free == engine.scheduler.pool.num_blocks
+
+
+def test_a_request_may_be_aborted_while_its_token_is_on_the_way_and_its_name_used_again() -> None:
+    engine, model = make_engine()
+    engine.add([1, 2, 3], SamplingParams(max_tokens=5), "a")
+    engine.step()
+    engine.abort("a")
+    assert not engine.has_work
+    engine.add([4, 5], SamplingParams(max_tokens=5), "a")
+    assert run(engine)["a"] == oracle_greedy(model, [4, 5], 5)
+
+
+def test_a_request_may_be_preempted_while_its_token_is_on_the_way() -> None:
+    engine, model = make_engine()
+    for name, prompt in (("a", [1, 2, 3]), ("b", [4, 5])):
+        engine.add(prompt, SamplingParams(max_tokens=6), name)
+    tokens: dict[str, list[int]] = {}
+    for step in range(40):
+        if step in (1, 2, 4, 7) and engine.scheduler.running:
+            engine.scheduler.preempt_last()
+        for token in engine.step():
+            tokens.setdefault(token.request_id, []).append(token.token_id)
+    assert tokens == {"a": oracle_greedy(model, [1, 2, 3], 6), "b": oracle_greedy(model, [4, 5], 6)}

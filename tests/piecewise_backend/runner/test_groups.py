@@ -84,7 +84,7 @@ def test_the_strict_minimum_can_be_asked_for(monkeypatch: pytest.MonkeyPatch) ->
         ("NEVER", "FULL_AND_PIECEWISE", 0, "PIECEWISE", {"PIECEWISE mixed": 5, "PIECEWISE decode x1": 2}),
         ("NEVER", "FULL_DECODE_ONLY", 0, "PIECEWISE", {"PIECEWISE mixed": 5, "PIECEWISE decode x1": 2}),
         ("NEVER", "PIECEWISE", 0, "PIECEWISE", {"PIECEWISE mixed": 5}),
-        ("ALWAYS", "FULL", 3, "FULL", {"FULL mixed": 1}),
+        ("ALWAYS", "FULL", 3, "FULL", {"FULL mixed": 1, "FULL decode x4": 1}),
     ],
 )
 def test_what_is_recorded_follows_from_what_each_group_supports(
@@ -132,7 +132,10 @@ def test_a_group_that_breaks_is_an_error_where_fallbacks_are(monkeypatch: pytest
     [
         ("NONE", []),
         ("PIECEWISE", ["torch 8", "windowed 8"] * 2),
-        ("FULL", ["torch 8 for capture", "windowed 8 for capture"] * 2),
+        (
+            "FULL",
+            [f"{name} {n} for capture" for n in (8, 8, 6, 6) for name in ("torch", "windowed")],
+        ),
         ("FULL_DECODE_ONLY", ["torch 6 for capture", "windowed 6 for capture"] * 2),
         (
             "FULL_AND_PIECEWISE",
@@ -153,7 +156,7 @@ def test_builders_are_asked_once_to_warm_up_once_to_capture_and_once_a_step(
     builds.clear()
     runner.execute([work("a", [1, 2, 3], 0, [0])])
     runner.execute([work("a", [4], 3, [0], is_decode=True)])
-    padded = {"NONE": (3, 1), "FULL_DECODE_ONLY": (3, 6), "FULL_AND_PIECEWISE": (8, 6)}.get(mode, (8, 8))
+    padded = {"NONE": (3, 1), "FULL_DECODE_ONLY": (3, 6), "PIECEWISE": (8, 8)}.get(mode, (8, 6))
     assert [str(b) for b in builds] == [f"{name} {n}" for n in padded for name in ("torch", "windowed")]
 
 

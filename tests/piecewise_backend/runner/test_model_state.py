@@ -50,16 +50,23 @@ def test_padded_requests_and_tokens_are_inert(builds: list[tuple[CommonAttention
 def test_metadata_is_built_for_capture_exactly_where_attention_is_recorded(
     mode: str, recorded: bool, builds: list[tuple[CommonAttentionMetadata, bool]]
 ) -> None:
-    runner = make_runner(mode, capture_sizes=[8])
-    assert [for_capture for _, for_capture in builds] == [recorded, recorded], "fresh for warm-up and for capture"
+    make_runner(mode, capture_sizes=[8])
+    sizes = [8, 8, 6, 6] if recorded else [8, 8]  # the largest decode batch is one of 6 requests
+    assert [common.num_tokens for common, _ in builds] == sizes, "fresh for warm-up and for capture"
+    assert {for_capture for _, for_capture in builds} == {recorded}
     assert all(common.max_seq_len == 128 and common.slot_mapping.eq(-1).all() for common, _ in builds[:1])
+
+
+def test_running_is_not_capturing(builds: list[tuple[CommonAttentionMetadata, bool]]) -> None:
+    runner = make_runner("FULL", capture_sizes=[8])
     builds.clear()
     runner.execute([work("a", [1, 2, 3], 0, [0])])
-    assert [for_capture for _, for_capture in builds] == [False], "running is not capturing"
+    assert [for_capture for _, for_capture in builds] == [False]
 
 
 def test_addresses_do_not_depend_on_the_batch(builds: list[tuple[CommonAttentionMetadata, bool]]) -> None:
     runner = make_runner("FULL", capture_sizes=[8])
+    builds[:] = [(common, capturing) for common, capturing in builds if common.num_tokens == 8]
     runner.execute([work("a", [1, 2, 3], 0, [0])])
     runner.execute([work("b", [9], 3, [4], is_decode=True), work("c", [1, 2, 3, 4], 0, [2])])
     for field in ("query_start_loc", "seq_lens", "block_table", "slot_mapping"):
