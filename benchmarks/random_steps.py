@@ -76,7 +76,7 @@ def run_speculation(model: str, device: str) -> dict[str, Any]:
 
     plain, _ = generate("NONE", None)
     found = {}
-    for mode in ("NONE", *MODES):
+    for mode in ("PIECEWISE", "FULL", "FULL_AND_PIECEWISE"):
         for name in ("prompt lookup", "first 6 layers"):
             speculator = PromptLookup(3) if name == "prompt lookup" else DraftModel(first_layers(loaded.model, 6), 3)
             got, llm = generate(mode, speculator)
