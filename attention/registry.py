@@ -15,6 +15,7 @@ _BACKENDS: dict[str, dict[str, str | type[AttentionBackend]]] = {
     "attention": {
         "torch": "attention.backends.pytorch:TorchBackend",
         "triton": "attention.backends.triton:TritonBackend",
+        "flashinfer": "attention.backends.flashinfer:FlashInferBackend",
     },
     "short_conv": {"short_conv": "attention.backends.short_conv:ShortConvBackend"},
     "kv_compressor": {"kv_compressor": "attention.backends.kv_compressor:KVCompressorBackend"},

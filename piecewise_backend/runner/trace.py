@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -67,7 +68,10 @@ def trace(model: nn.Module, buffers: Sequence[torch.Tensor], num_tokens: int, op
     for view in views:
         torch._dynamo.mark_dynamic(view, 0)
     compiled = torch.compile(
-        model, backend=backend, fullgraph=True, options={"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
+        _caller_of(model),
+        backend=backend,
+        fullgraph=True,
+        options={"guard_filter_fn": torch.compiler.skip_all_guards_unsafe},
     )
     try:
         with torch.no_grad():
@@ -85,6 +89,16 @@ def trace(model: nn.Module, buffers: Sequence[torch.Tensor], num_tokens: int, op
     )
     bound = tuple(full[a.data_ptr()] if isinstance(a, torch.Tensor) and i in varying else a for i, a in enumerate(args))
     return BoundProgram(program, report, dim, bound, varying)
+
+
+def _caller_of(model: nn.Module) -> Callable[..., Any]:
+    """A function that calls `model`, with a code object of its own: Dynamo counts recompilations by code object, and
+    any number of runners may be started in one process."""
+
+    def call(*args: Any) -> Any:
+        return model(*args)
+
+    return types.FunctionType(call.__code__.replace(), call.__globals__, call.__name__, None, call.__closure__)
 
 
 def _graph_break_message(error: Exception) -> str:

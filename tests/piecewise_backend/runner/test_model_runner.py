@@ -134,3 +134,10 @@ def test_memory_running_out_while_capturing_drops_that_size_alone(monkeypatch: p
     assert [d.num_tokens for d in runner.manager.captured] == [2]
     assert ReasonCode.OUT_OF_MEMORY in runner.report.reasons.codes()
     runner.execute([work("a", [1, 2, 3], 0, [0])])
+
+
+def test_any_number_of_runners_is_started_in_one_process() -> None:
+    """Dynamo compiles one function a few times only, then gives up."""
+    for _ in range(torch._dynamo.config.recompile_limit + 2):
+        runner = make_runner("NONE", model=TinyDecoder(num_layers=1))
+    runner.execute([work("a", [1, 2], 0, [0])])
