@@ -22,8 +22,11 @@ def state_bytes(specs: Mapping[str, LayerSpec]) -> int:
 def allocate_caches(
     specs: Mapping[str, LayerSpec], *, num_blocks: int, num_slots: int, device: torch.device
 ) -> dict[str, dict[str, torch.Tensor]]:
-    """Layer name to its caches by name, zeroed: [num_blocks or num_slots, *shape] each."""
-    count = {"block": num_blocks, "request": num_slots}
+    """Layer name to its caches by name, zeroed: [num_blocks + 1 or num_slots, *shape] each.
+
+    The last block is nobody's: padded tokens may write there (see `attention.cache_writes`).
+    """
+    count = {"block": num_blocks + 1, "request": num_slots}
     return {
         layer: {
             name: torch.zeros(count[cache.per], *cache.shape, dtype=cache.dtype, device=device)

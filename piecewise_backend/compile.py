@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
+from attention.cache_writes import AS_PARTS
 from piecewise_backend.artifacts import ArtifactFolder, ArtifactUnreadable
 from piecewise_backend.breakpoints import target_names
 from piecewise_backend.environment import environment_text
@@ -47,6 +48,9 @@ class CompiledPiece:
         return self.source in ("inductor", "disk")
 
 
+_PASSES = "cache writes fused 1"
+"""Part of every key: what is done to a piece before Inductor gets it. To be changed with what is done."""
+
 _in_process: dict[str, CompiledPiece] = {}
 
 
@@ -75,7 +79,7 @@ class PieceCompiler:
         if self._environment is None:
             check_compiler_options(self.compiler_options)
             self._environment = environment_text(self.compiler, self.compiler_options)
-        return hashlib.sha256(f"{self._environment}\n{structure}".encode()).hexdigest()
+        return hashlib.sha256(f"{self._environment}\n{_PASSES}\n{structure}".encode()).hexdigest()
 
     def compile(self, module: fx.GraphModule, key: str) -> CompiledPiece:
         """The callable for `module`; `module` is not changed."""
@@ -119,7 +123,7 @@ class PieceCompiler:
         known = known_of_sizes(sizes)
         try:
             artifact = torch._inductor.standalone_compile(
-                module,
+                _with_fused_cache_writes(module),
                 _examples(module),
                 dynamic_shapes=_shapes_from(module),
                 options={"config_patches": self.compiler_options},
@@ -187,6 +191,22 @@ def check_compiler_options(options: Mapping[str, Any]) -> None:
                 "compiler option 'triton.cudagraphs' would record graphs inside the pieces that are recorded here; "
                 "leave it out: options={'mode': 'FULL_AND_PIECEWISE'} records the whole model"
             )
+
+
+def _with_fused_cache_writes(module: fx.GraphModule) -> fx.GraphModule:
+    """On a GPU: a copy whose cache writes Inductor sees through, and so fuses with what makes keys and values.
+
+    before: mrv2.write_kv_cache(k, v, kv_cache, slots)     after: kv_cache[slots // n, [0, 1], slots % n] = [k, v]
+    """
+    examples = (n.meta.get("example_value") for n in module.graph.nodes if n.op == "placeholder")
+    if not any(isinstance(e, torch.Tensor) and e.device.type == "cuda" for e in examples):
+        return module
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(module.graph, {}))
+    for node in graph.nodes:
+        names = target_names(node.target) if node.op == "call_function" else ()
+        node.target = next((AS_PARTS[name] for name in names if name in AS_PARTS), node.target)
+    return fx.GraphModule(module, graph)
 
 
 def _operator_name(module: fx.GraphModule) -> str:

@@ -49,6 +49,9 @@ class Options:
     """What records: "auto" (CUDA graphs on a CUDA device, else nothing), "cuda", "emulated" (any device), "none"."""
     compiler: Compiler = "inductor"
     """What compiles the pieces."""
+    merge_linears: bool = True
+    """A runner's model only: make linear layers that read the same tensor one matrix product. Their weights become
+    views of one tensor."""
     compiler_options: Mapping[str, Any] = field(default_factory=dict)
     """Inductor's own options, as in `torch.compile(options=...)`."""
     splitting_ops: tuple[Any, ...] = ()
@@ -81,7 +84,7 @@ class Options:
         _check_choice("recorder", self.recorder, Recorder)
         _check_choice("compiler", self.compiler, Compiler)
         _check_choice("on_fallback", self.on_fallback, OnFallback)
-        for name in ("poison", "cache", "strict_minimum"):
+        for name in ("poison", "cache", "strict_minimum", "merge_linears"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"option {name!r} must be True or False, got {getattr(self, name)!r}")
         if not isinstance(self.compiler_options, Mapping):

@@ -97,11 +97,11 @@ def make_hybrid_runner(mode: str, **settings: object) -> ModelRunner:
 
 
 def all_caches(runner: ModelRunner) -> dict[str, torch.Tensor]:
-    """Every cache of every layer, by layer and name."""
+    """Every cache of every layer, by layer and name, without the block that is nobody's."""
     return {
-        f"{layer}.{name}": getattr(runner.layers[layer], name)
+        f"{layer}.{name}": getattr(runner.layers[layer], name)[: runner.num_blocks if cache.per == "block" else None]
         for layer, spec in runner.specs.items()
-        for name in spec.caches()
+        for name, cache in spec.caches().items()
     }
 
 

@@ -22,6 +22,7 @@ LAYER = {
     "views": 1,
     "regions": 1,
     "inline": 1,
+    "merge_linears": 1,
     "dynamic": 1,
     "environment": 1,
     "source_lines": 1,

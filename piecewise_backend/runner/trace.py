@@ -14,6 +14,7 @@ from torch import nn
 from piecewise_backend.backend import compile_graph
 from piecewise_backend.config import Options
 from piecewise_backend.cudagraph.rows import TokenDim
+from piecewise_backend.merge_linears import merge_linears
 from piecewise_backend.program import Program
 from piecewise_backend.report import Report
 
@@ -53,12 +54,15 @@ def trace(model: nn.Module, buffers: Sequence[torch.Tensor], num_tokens: int, op
     calls: list[tuple[Any, ...]] = []
 
     def backend(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        sources: list[int | torch.Tensor] = list(range(len(example_inputs)))
+        if options.merge_linears:
+            gm, sources = merge_linears(gm, example_inputs)
         program, report = compile_graph(gm, options)
         caught.append((program, report))
 
         def first_call(*args: Any) -> tuple[Any, ...]:
             """Nobody reads the results of the traced call, so nothing is computed."""
-            calls.append(args)
+            calls.append(tuple(args[s] if isinstance(s, int) else s for s in sources))
             dim = program.token_dim
             return tuple(dim.empty(f, num_tokens) if isinstance(f, torch.Tensor) else f for f in program.output_fakes)
 

@@ -1,0 +1,89 @@
+"""Linear layers of one input as one matrix product."""
+
+import torch
+from torch import nn
+from torch.nn.functional import silu
+
+from piecewise_backend.config import parse_options
+from piecewise_backend.runner.trace import BoundProgram, trace
+
+WIDTHS = {"q": 16, "k": 8, "v": 8}
+
+
+class Projections(nn.Module):
+    def __init__(self, bias: bool = False, flat: bool = False) -> None:
+        super().__init__()
+        self.flat = flat
+        self.embed = nn.Embedding(50, 12)
+        self.q, self.k, self.v = (nn.Linear(12, width, bias=bias) for width in WIDTHS.values())
+        self.gate, self.up, self.down = (nn.Linear(32, 20), nn.Linear(32, 20), nn.Linear(20, 4))
+
+    def forward(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids) + positions[:, None]
+        q, k, v = self.q(x).view(-1, 2, 8), self.k(x).view(-1, 1, 8), self.v(x)
+        if self.flat:
+            q = q.view(-1).view(-1, 2, 8)  # impossible for a part of something wider
+        joined = torch.cat([q.flatten(1), k[:, 0], v], dim=1)
+        return self.down(silu(self.gate(joined)) * self.up(joined))
+
+
+def traced(model: nn.Module, **options: object) -> BoundProgram:
+    parsed = parse_options({"compiler": "eager", "cache": False, "recorder": "none", **options})
+    buffers = (torch.arange(16), torch.arange(16))
+    with torch.no_grad():
+        return trace(model.requires_grad_(False), buffers, 15, parsed)
+
+
+def num_products(bound: BoundProgram) -> int:
+    modules = [step.run.__self__ for step in bound.program.steps]
+    return sum(n.target in (torch.nn.functional.linear, torch._C._nn.linear) for m in modules for n in m.graph.nodes)
+
+
+def assert_right(bound: BoundProgram, model: nn.Module) -> None:
+    for count in (1, 5, 16):
+        (got,) = bound.run(count)
+        torch.testing.assert_close(got, model(torch.arange(count), torch.arange(count)), atol=1e-5, rtol=1e-4)
+
+
+def test_six_products_become_three_with_the_same_results() -> None:
+    for bias in (False, True):
+        model = Projections(bias)
+        apart = traced(Projections(bias), merge_linears=False)
+        merged = traced(model)
+        assert (num_products(apart), num_products(merged)) == (6, 3)
+        assert_right(merged, model)
+
+
+def test_the_model_keeps_its_parameters_as_views_of_the_merged_ones() -> None:
+    model = Projections()
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    bound = traced(model)
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    assert model.q.weight.untyped_storage().data_ptr() == model.v.weight.untyped_storage().data_ptr()
+    model.k.weight.data.mul_(3)
+    assert_right(bound, model)
+
+
+def test_a_second_runner_of_the_same_weights_takes_no_more_memory() -> None:
+    model = Projections()
+    traced(model)
+    address = model.q.weight.data_ptr()
+    assert_right(traced(model), model)
+    assert model.q.weight.data_ptr() == address
+
+
+def test_parts_that_a_later_node_cannot_take_stay_apart() -> None:
+    model = Projections(flat=True)
+    addresses = [p.data_ptr() for p in model.parameters()]
+    bound = traced(model)
+    assert num_products(bound) == 6
+    assert [p.data_ptr() for p in model.parameters()] == addresses
+    assert_right(bound, model)
+
+
+def test_a_weight_that_two_layers_share_is_left_alone() -> None:
+    model = Projections()
+    model.up.weight = model.gate.weight
+    bound = traced(model)
+    assert num_products(bound) == 4
+    assert_right(bound, model)
