@@ -74,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def settings(arguments: argparse.Namespace) -> EngineSettings:
     """A small cache: while capturing nothing is written to it."""
     return EngineSettings(
-        options=lib.engine_options(arguments.compiler, arguments.capture_sizes),
+        options=lib.engine_options(arguments, arguments.capture_sizes),
         max_num_reqs=arguments.largest,
         max_model_len=1024,
         chunk=max(arguments.largest, CHECK_TOKENS),

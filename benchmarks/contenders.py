@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import gc
 import importlib.util
 import sys
@@ -66,6 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="attention backends, for each of which every mode is run",
     )
     parser.add_argument("--compiler", default="inductor", help="what compiles the engine's pieces")
+    parser.add_argument("--options", type=json.loads, default={}, help="more of the engine's options, as JSON")
 
 
 def names(contenders: Sequence[str], backends: Sequence[str]) -> list[Name]:
@@ -74,10 +76,10 @@ def names(contenders: Sequence[str], backends: Sequence[str]) -> list[Name]:
     return plain + [Name(what=m, backend=b) for b in backends for m in MODES if m in contenders]
 
 
-def engine_options(compiler: str, capture_sizes: Sequence[int] | None) -> dict[str, Any]:
+def engine_options(arguments: argparse.Namespace, capture_sizes: Sequence[int] | None) -> dict[str, Any]:
     """Options of the engine: CUDA graphs on a GPU, emulated ones elsewhere."""
     recorder = "cuda" if torch.cuda.is_available() else "emulated"
-    return {"recorder": recorder, "compiler": compiler, "capture_sizes": capture_sizes}
+    return {"recorder": recorder, "compiler": arguments.compiler, "capture_sizes": capture_sizes, **arguments.options}
 
 
 class Workshop:

@@ -94,7 +94,7 @@ class Bench:
         spare = prefill_steps(largest, self.prompt_len, chunk)
         self.max_len = self.prompt_len + self.new_tokens + spare + 1
         self.settings = EngineSettings(
-            options=lib.engine_options(arguments.compiler, arguments.capture_sizes or arguments.batches),
+            options=lib.engine_options(arguments, arguments.capture_sizes or arguments.batches),
             max_num_reqs=largest,
             max_model_len=self.max_len,
             chunk=chunk,

@@ -76,7 +76,7 @@ class Bench:
         totals = [num_reqs * length for num_reqs, length in arguments.cases]
         sizes = arguments.capture_sizes or [t for t in totals if t <= LARGEST_CAPTURE] or [1]
         self.settings = EngineSettings(
-            options=lib.engine_options(arguments.compiler, sizes),
+            options=lib.engine_options(arguments, sizes),
             max_num_reqs=max(num_reqs for num_reqs, _ in arguments.cases),
             max_model_len=max(length for _, length in arguments.cases) + 1,
             chunk=max(totals),

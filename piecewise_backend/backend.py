@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from piecewise_backend.breakpoints import find_breakpoints
-from piecewise_backend.compile import PieceCompiler, forget_compiled_pieces
+from piecewise_backend.compile import PieceCompiler, fast_options, forget_compiled_pieces
 from piecewise_backend.config import Options, parse_options
 from piecewise_backend.cudagraph.cuda import CudaGraphRecorder
 from piecewise_backend.cudagraph.emulated import EmulatedRecorder
@@ -74,7 +74,7 @@ def compile_graph(gm: fx.GraphModule, options: Options) -> tuple[Program, Report
     facts = find_facts(gm, graph)
     compiler = PieceCompiler(
         compiler=options.compiler,
-        compiler_options=options.compiler_options,
+        compiler_options=(fast_options() if options.fast_pieces else {}) | dict(options.compiler_options),
         cache_dir=options.cache_dir if options.cache else None,
         reasons=reasons,
     )

@@ -176,6 +176,18 @@ class PieceCompiler:
             return None
 
 
+_FAST = {"coordinate_descent_tuning": True, "triton.enable_pdl": True, "assert_indirect_indexing": False}
+
+
+def fast_options() -> dict[str, Any]:
+    """Inductor's options behind `fast_pieces`, those that this torch has."""
+    import torch._inductor.config as inductor_config
+
+    known = inductor_config.get_config_copy()
+    has_pdl = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
+    return {k: v for k, v in _FAST.items() if k in known and (has_pdl or k != "triton.enable_pdl")}
+
+
 def check_compiler_options(options: Mapping[str, Any]) -> None:
     """ValueError for an option that Inductor does not have, or that would record graphs of its own."""
     if not options:

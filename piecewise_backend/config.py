@@ -49,6 +49,9 @@ class Options:
     """What records: "auto" (CUDA graphs on a CUDA device, else nothing), "cuda", "emulated" (any device), "none"."""
     compiler: Compiler = "inductor"
     """What compiles the pieces."""
+    fast_pieces: bool = False
+    """Have Inductor search longer for faster kernels, and overlap the start of each with the end of the one before
+    (programmatic dependent launch, on GPUs and with torch versions that have it). `compiler_options` go on top."""
     merge_linears: bool = True
     """A runner's model only: make linear layers that read the same tensor one matrix product. Their weights become
     views of one tensor."""
@@ -84,7 +87,7 @@ class Options:
         _check_choice("recorder", self.recorder, Recorder)
         _check_choice("compiler", self.compiler, Compiler)
         _check_choice("on_fallback", self.on_fallback, OnFallback)
-        for name in ("poison", "cache", "strict_minimum", "merge_linears"):
+        for name in ("poison", "cache", "strict_minimum", "merge_linears", "fast_pieces"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"option {name!r} must be True or False, got {getattr(self, name)!r}")
         if not isinstance(self.compiler_options, Mapping):
