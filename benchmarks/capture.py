@@ -69,6 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--capture-sizes", nargs="+", type=int, help="default: the 51 sizes up to 512")
     parser.add_argument("--largest", type=int, default=512, help="tokens and requests of a step at most")
     parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--options", type=json.loads, default={}, help="more of the engine's options, as JSON")
 
 
 def settings(arguments: argparse.Namespace) -> EngineSettings:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
 import gc
 import importlib.util
+import json
 import sys
 import time
 import traceback
