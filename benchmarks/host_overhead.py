@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,12 @@ from benchmarks.record import write
 from piecewise_backend.backend import compile_graph
 from piecewise_backend.config import parse_options
 from piecewise_backend.cudagraph.capture import CapturedProgram
+from piecewise_backend.cudagraph.fingerprint import Fingerprint
 from piecewise_backend.program import Program
 
 NUM_LAYERS = 30
+STEPS = ("calls themselves", "replayed", "split graph", "torch.compile")
+VIEWS = ("same views", "new views")
 RESULTS: dict[str, float] = {}
 
 _library = torch.library.Library("mrv2_bench", "DEF")
@@ -155,7 +159,7 @@ def step() -> Step:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("way", ["calls themselves", "replayed", "split graph", "torch.compile"])
+@pytest.mark.parametrize("way", STEPS)
 def test_one_step(way: str, step: Step, benchmark: Any) -> None:
     run: dict[str, Callable[[], Any]] = {
         "calls themselves": step.run_calls,
@@ -166,6 +170,31 @@ def test_one_step(way: str, step: Step, benchmark: Any) -> None:
     benchmark.pedantic(run[way], rounds=300, iterations=5, warmup_rounds=20)
     if benchmark.stats is not None:
         RESULTS[way] = benchmark.stats.stats.min * 1e6  # the machine's other work only ever adds
+
+
+@dataclass(frozen=True)
+class Metadata:
+    """As much as a paged attention backend has."""
+
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    block_table: torch.Tensor
+    slot_mapping: torch.Tensor
+    partial_out: torch.Tensor
+    partial_lse: torch.Tensor
+    plan: tuple[int, ...]
+
+
+@pytest.mark.parametrize("way", VIEWS)
+def test_a_fingerprint(way: str, benchmark: Any) -> None:
+    """Comparing one group's metadata with what was recorded, before a replay."""
+    buffers = [torch.zeros(64, 8) for _ in range(6)]
+    recorded = Metadata(*[b[:32] for b in buffers], plan=(1, 2, 3))
+    fingerprint = Fingerprint.take(recorded, layer="layer", backend="backend", unrecorded=frozenset())
+    now = recorded if way == "same views" else Metadata(*[b[:32] for b in buffers], plan=(1, 2, 3))
+    benchmark.pedantic(fingerprint.check, args=(now,), rounds=300, iterations=50, warmup_rounds=20)
+    if benchmark.stats is not None:
+        RESULTS[f"fingerprint, {way}"] = benchmark.stats.stats.min * 1e6
 
 
 @pytest.mark.parametrize("start", ["cold", "warm"])
@@ -198,7 +227,8 @@ def test_the_record_is_written() -> None:
         "host_overhead",
         {
             "segments": segments,
-            "step_us": {way: round(RESULTS[way], 1) for way in RESULTS if "start" not in way},
+            "step_us": {way: round(RESULTS[way], 1) for way in STEPS},
+            "fingerprint_us_per_group": {way: round(RESULTS[f"fingerprint, {way}"], 2) for way in VIEWS},
             "replay_bookkeeping_us_per_segment": round(bookkeeping, 3),
             "split_graph_over_replayed": round(RESULTS["split graph"] / RESULTS["replayed"], 2),
             "torch_compile_over_replayed": round(RESULTS["torch.compile"] / RESULTS["replayed"], 2),
@@ -209,6 +239,7 @@ def test_the_record_is_written() -> None:
     )
     print(f"\n{path.read_text()}")
     assert bookkeeping < 2
+    assert RESULTS["fingerprint, same views"] < 3, "the views that the backends here hand out are the same each step"
 
 
 def start_a_model() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
-from piecewise_backend.config import MODES
+from piecewise_backend.config import MODES, parse_options
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -44,6 +44,12 @@ def _parser() -> argparse.ArgumentParser:
         "--max-num-tokens", type=int, default=None, help="tokens in one step (default: 512, 64 on a CPU)"
     )
     generate.add_argument("--max-num-reqs", type=int, default=16, help="requests in one step (default %(default)s)")
+    generate.add_argument(
+        "--draft-tokens", type=int, default=0, help="guess so many tokens ahead in each step (default: none)"
+    )
+    generate.add_argument(
+        "--draft-layers", type=int, default=0, help="guess with the model's first layers (default: by prompt lookup)"
+    )
     generate.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
     generate.add_argument("--top-k", type=int, default=0)
     generate.add_argument("--top-p", type=float, default=1.0)
@@ -70,6 +76,7 @@ def _generate(arguments: argparse.Namespace) -> int:
 
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
+    dtype = _dtype(arguments.dtype, torch)
     params = SamplingParams(
         max_tokens=arguments.max_tokens,
         temperature=arguments.temperature,
@@ -80,13 +87,16 @@ def _generate(arguments: argparse.Namespace) -> int:
     options = {"compiler": arguments.compiler, "capture_sizes": arguments.capture_sizes}
     if arguments.recorder is not None:
         options["recorder"] = arguments.recorder
+    parse_options(options, arguments.mode)  # before anything is loaded
     device = torch.device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    model, tokenizer, speculator = _model_and_speculator(arguments, device, dtype)
     llm = LLM(
-        arguments.model,
+        model,
+        tokenizer=tokenizer,
+        speculator=speculator,
         mode=arguments.mode,
         options=options,
         device=device,
-        dtype=_dtype(arguments.dtype, torch),
         max_num_tokens=arguments.max_num_tokens or (64 if device.type == "cpu" else 512),
         max_num_reqs=arguments.max_num_reqs,
         attention_backend=arguments.attention_backend,
@@ -94,6 +104,21 @@ def _generate(arguments: argparse.Namespace) -> int:
     _stream(llm, arguments.prompt, params)
     Console(stderr=False).print(llm.report)
     return 0
+
+
+def _model_and_speculator(arguments: argparse.Namespace, device: Any, dtype: Any) -> tuple[Any, Any, Any]:
+    from attention.huggingface import first_layers, load
+    from piecewise_backend.runner import DraftModel, PromptLookup
+
+    if arguments.draft_layers and not arguments.draft_tokens:
+        raise ValueError("--draft-layers needs --draft-tokens: how many tokens to guess in each step")
+    loaded = load(arguments.model, dtype=dtype, device=device)
+    if not arguments.draft_tokens:
+        return loaded.model, loaded.tokenizer, None
+    if not arguments.draft_layers:
+        return loaded.model, loaded.tokenizer, PromptLookup(arguments.draft_tokens)
+    draft = DraftModel(first_layers(loaded.model, arguments.draft_layers), arguments.draft_tokens)
+    return loaded.model, loaded.tokenizer, draft
 
 
 def _stream(llm: Any, prompts: list[str], params: Any) -> None:

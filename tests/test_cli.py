@@ -39,3 +39,20 @@ def test_sizes_that_are_no_numbers_are_refused(capsys: pytest.CaptureFixture[str
     with pytest.raises(SystemExit):
         main(["generate", "--model", "x", "--prompt", "x", "--capture-sizes", "1,b"])
     assert "expected sizes such as 1,2,4,8, got '1,b'" in capsys.readouterr().err
+
+
+def test_a_draft_model_without_a_number_of_guesses_is_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["generate", "--model", "smollm2", "--prompt", "x", "--draft-layers", "2"]) == 2
+    assert "--draft-layers needs --draft-tokens" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("how", [[], ["--draft-layers", "2"]])
+def test_text_is_the_same_with_guesses(how: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--model", "smollm2", "--prompt", "The capital of France is", "--max-tokens", "6", "--device", "cpu"]
+    quick = ["--compiler", "eager", "--mode", "NONE", "--max-num-tokens", "16"]
+    assert main(["generate", *arguments, *quick, "--draft-tokens", "2", *how]) == 0
+    shown = capsys.readouterr().out
+    assert "The capital of France is Paris." in shown
+    assert "guesses accepted" in shown

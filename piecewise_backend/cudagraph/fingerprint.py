@@ -49,15 +49,7 @@ class Fingerprint:
         """StaleMetadata, naming layer and field, where `metadata` differs from what was recorded."""
         for name, recorded, address in self.tensors:
             now = getattr(metadata, name, None)
-            if now is recorded and now.data_ptr() == address:
-                continue
-            if (
-                not isinstance(now, torch.Tensor)
-                or now.data_ptr() != address
-                or now.shape != recorded.shape
-                or now.stride() != recorded.stride()
-                or now.dtype != recorded.dtype
-            ):
+            if not _is_same(now, recorded, address):
                 raise StaleMetadata(self._tensor_message(name, recorded, address, now))
         for name, value in self.values:
             now = getattr(metadata, name, None)
@@ -93,6 +85,15 @@ def check_all(fingerprints: Iterable[Fingerprint], metadata: Mapping[str, Any]) 
     """Compare each fingerprint with this step's metadata of its layer."""
     for fingerprint in fingerprints:
         fingerprint.check(metadata[fingerprint.layer])
+
+
+def _is_same(now: Any, recorded: torch.Tensor, address: int) -> bool:
+    """Same memory, shape, strides and dtype; the quick ways first."""
+    if now is recorded:
+        return recorded.data_ptr() == address
+    if not isinstance(now, torch.Tensor) or now.dtype is not recorded.dtype or now.data_ptr() != address:
+        return False
+    return now.is_set_to(recorded) or (now.shape == recorded.shape and now.stride() == recorded.stride())
 
 
 def _describe(tensor: torch.Tensor, address: int) -> str:
