@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import torch
@@ -89,6 +90,11 @@ class AttentionImpl(ABC, Generic[MetadataT]):
         left as they are. kv_cache: [num_blocks, 2, block_size, num_kv_heads, head_size]; the new tokens' keys and
         values are already in it.
         """
+
+    def bind(self, query: torch.Tensor, kv_cache: torch.Tensor, out: torch.Tensor) -> Callable[[MetadataT], None]:
+        """`forward` on tensors that will always be these, for an operator that runs between recorded graphs: called
+        with each step's metadata. A backend overrides it where that saves host time."""
+        return lambda metadata: self.forward(query, kv_cache, metadata, out)
 
 
 class AttentionBackend(ABC):

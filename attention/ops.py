@@ -10,7 +10,7 @@ Registered through `torch.library.Library`, whose call costs a fraction of `torc
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -65,6 +65,26 @@ def _linear_attention(
 ) -> None:
     context = get_forward_context()
     context.impls[layer].forward(query, key, value, log_decay, beta, recurrent_state, context.metadata[layer], out)
+
+
+_BREAKPOINTS = ("mrv2::attention", "mrv2::compressed_attention", "mrv2::linear_attention")
+
+
+def bind(name: str, tensors: Sequence[torch.Tensor], layer: str) -> Callable[[], None] | None:
+    """One of the breakpoint operators on tensors that will always be these, `out` last: a call without arguments that
+    looks up this step's metadata and nothing else. Within a forward context; None for an operator that is not here.
+
+    It skips PyTorch's dispatcher, whose call costs as much as a kernel.
+    """
+    if name not in _BREAKPOINTS:
+        return None
+    *inputs, out = tensors
+    impl = get_forward_context().impls[layer]
+    if hasattr(impl, "bind"):
+        run = impl.bind(*inputs, out)
+    else:
+        run = lambda metadata: impl.forward(*inputs, metadata, out)  # noqa: E731
+    return lambda: run(get_forward_context().metadata[layer])
 
 
 def _write_kv_cache_torch(

@@ -240,6 +240,7 @@ def _step(
         breakpoint=segment.breakpoint,
         forbidden=find_forbidden(segment, facts) if segment.breakpoint is None else None,
         layer=_layer_name(segment) if segment.breakpoint is not None else None,
+        operands=_operands(segment) if segment.breakpoint is not None else None,
         input_fakes=tuple(fakes),
         output_fakes=tuple(n.meta.get("example_value") for n in output.args[0]),
     )
@@ -253,6 +254,19 @@ def _layer_name(segment: Segment) -> str | None:
             if named:
                 return named[0]
     return None
+
+
+def _operands(segment: Segment) -> tuple[int, ...] | None:
+    """Where the tensors of a segment's one call are among its inputs; None unless it is one call with no result."""
+    nodes = list(segment.module.graph.nodes)
+    calls = [n for n in nodes if n.op not in ("placeholder", "output")]
+    places = {node: i for i, node in enumerate(n for n in nodes if n.op == "placeholder")}
+    if len(calls) != 1 or calls[0].kwargs or segment.outputs:
+        return None
+    given = [a for a in calls[0].args if not isinstance(a, str)]
+    if not all(isinstance(a, fx.Node) and a in places for a in given):
+        return None
+    return tuple(places[a] for a in given)
 
 
 def _with_frees(steps: list[Step], kept: set[int], num_inputs: int) -> tuple[Step, ...]:

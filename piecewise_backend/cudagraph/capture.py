@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
+from attention.ops import bind
 from piecewise_backend.breakpoints import Breakpoint
 from piecewise_backend.cudagraph.fingerprint import Fingerprint
 from piecewise_backend.cudagraph.recorder import GraphRecorder
@@ -42,6 +43,8 @@ class Step:
     """An operator in a piece that no graph can record: the piece runs between graphs."""
     layer: str | None = None
     """The attention layer whose operator this is."""
+    operands: tuple[int, ...] | None = None
+    """Of a breakpoint that is one call: which of `inputs` its tensors are, in order; None for anything else."""
     input_fakes: tuple[Any, ...] = ()
     """Traced values of `inputs`, with symbolic sizes."""
     output_fakes: tuple[Any, ...] = ()
@@ -195,7 +198,7 @@ class _Walk:
             call = _narrowed_call(step, kept, results, self.padded)
         else:
             results = step.run(*args)
-            call = _bound_call(step.run, kept, results)
+            call = _direct_call(step, kept) or _bound_call(step.run, kept, results)
         self.calls.append(call)
         return results
 
@@ -208,6 +211,13 @@ def _address(value: Any) -> int:
     if isinstance(value, torch.Tensor) and value.layout is torch.strided:
         return value.untyped_storage().data_ptr()
     return 0
+
+
+def _direct_call(step: Step, args: list[Any]) -> Callable[[], Any] | None:
+    """An attention operator of ours on its static arguments, without the graph module and dispatcher around it."""
+    if step.breakpoint is None or step.layer is None or step.operands is None:
+        return None
+    return bind(step.breakpoint.name, [args[i] for i in step.operands], step.layer)
 
 
 def _bound_call(run: Callable[..., Any], args: list[Any], results: tuple[Any, ...]) -> Callable[[], Any]:

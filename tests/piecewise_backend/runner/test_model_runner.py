@@ -141,3 +141,21 @@ def test_any_number_of_runners_is_started_in_one_process() -> None:
     for _ in range(torch._dynamo.config.recompile_limit + 2):
         runner = make_runner("NONE", model=TinyDecoder(num_layers=1))
     runner.execute([work("a", [1, 2], 0, [0])])
+
+
+def test_attention_between_graphs_is_called_without_the_dispatcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    from attention.backends.pytorch import TorchAttentionImpl
+
+    bound: list[torch.Size] = []
+    bind = TorchAttentionImpl.bind
+
+    def noting(self: TorchAttentionImpl, query: torch.Tensor, kv_cache: torch.Tensor, out: torch.Tensor) -> object:
+        bound.append(query.shape)
+        return bind(self, query, kv_cache, out)
+
+    monkeypatch.setattr(TorchAttentionImpl, "bind", noting)
+    model = TinyDecoder()
+    runner = make_runner("PIECEWISE", model=model, capture_sizes=[4])
+    assert bound == [(4, 4, 16)] * 3
+    logits = runner.execute([work("a", [1, 2, 3], 0, [0])])
+    torch.testing.assert_close(logits[0], oracle_logits(model, [1, 2, 3])[-1], atol=1e-5, rtol=1e-4)
