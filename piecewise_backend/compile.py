@@ -179,6 +179,10 @@ class PieceCompiler:
 _FAST = {"coordinate_descent_tuning": True, "triton.enable_pdl": True, "assert_indirect_indexing": False}
 
 
+SMALL_BATCH_OPTIONS = {"max_autotune_gemm": True}
+"""On top of those, for pieces that only small batches run: matrix products are then chosen by measuring."""
+
+
 def fast_options() -> dict[str, Any]:
     """Inductor's options behind `fast_pieces`, those that this torch has."""
     import torch._inductor.config as inductor_config

@@ -171,5 +171,5 @@ class Report:
 
     def __str__(self) -> str:
         text = io.StringIO()
-        Console(width=140, file=text, color_system=None).print(self)
+        Console(width=140, file=text, color_system=None, force_jupyter=False).print(self)
         return text.getvalue()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from attention.groups import AttentionCGSupportInfo, AttentionGroup, init_attn_b
 from attention.kv_cache import allocate_caches, block_bytes, state_bytes
 from attention.layers import cached_layers
 from piecewise_backend.backend import choose_recorder
+from piecewise_backend.compile import SMALL_BATCH_OPTIONS
 from piecewise_backend.config import Options
 from piecewise_backend.cudagraph.capture import CapturedProgram, Step
 from piecewise_backend.cudagraph.manager import CudaGraphManager
@@ -37,6 +38,8 @@ logger = logging.getLogger(__name__)
 
 _CPU_CACHE_BYTES = 2 << 30
 _GPU_CACHE_SHARE = 0.85
+_SMALL_BATCH = 32
+"""Tokens up to which `fast_pieces` compiles pieces of their own."""
 
 
 class ModelRunner:
@@ -52,8 +55,8 @@ class ModelRunner:
     resolved: ResolvedCudagraphs
     state: ModelState
     bound: BoundProgram
-    bound_with_head: BoundProgram
-    """With logits for every row: what decode graphs hold."""
+    bound_small: BoundProgram | None
+    """Compiled anew for small batches, where `fast_pieces` asks for it."""
     manager: CudaGraphManager
 
     def __init__(
@@ -99,9 +102,8 @@ class ModelRunner:
         refused: list[Reason] = []
         while True:
             self.resolved = self._resolve()
-            self.bound = self._trace()
-            head = followed(self.bound.program, self.compute_logits, "logits")
-            self.bound_with_head = dataclasses.replace(self.bound, program=head)
+            self.bound = self._trace(self.config.max_num_tokens - 1)
+            self.bound_small = self._trace_for_small_batches()
             self.report = self.bound.report
             report_start(self.report, type(self.model).__name__, self.resolved, self.groups)
             self.report.reasons.extend((*refused, *passed_over))
@@ -195,7 +197,7 @@ class ModelRunner:
 
         `bound`: another program on the same buffers, which adds up to `headroom` tokens to each sequence.
         """
-        bound = bound or (self.bound_with_head if _holds_head(descriptor) else self.bound)
+        bound = bound or self._program_for(descriptor)
         recorded_layers = self._recorded_layers(descriptor)
         metadata = self.state.prepare_inputs_to_capture(
             descriptor,
@@ -267,10 +269,27 @@ class ModelRunner:
             strict_minimum=options.strict_minimum,
         )
 
-    def _trace(self) -> BoundProgram:
-        num_tokens = max(2, self.config.max_num_tokens - 1)
-        splitting_ops = (*self.options.splitting_ops, *self.resolved.splitting_ops)
-        options = dataclasses.replace(self.options, splitting_ops=splitting_ops)
+    def _trace_for_small_batches(self) -> BoundProgram | None:
+        """Kernels are chosen for the size that was traced, and what is best for many rows is not for a few."""
+        if not self.options.fast_pieces or self.config.max_num_tokens <= _SMALL_BATCH:
+            return None
+        return self._trace(_SMALL_BATCH // 2, SMALL_BATCH_OPTIONS)
+
+    def _program_for(self, descriptor: BatchDescriptor) -> BoundProgram:
+        """What a variant is recorded of. In uniform decode logits are wanted for every row, so they are part of it."""
+        is_small = self.bound_small is not None and descriptor.num_tokens <= _SMALL_BATCH
+        bound = self.bound_small if is_small and self.bound_small is not None else self.bound
+        if descriptor.mode is not CUDAGraphMode.FULL or descriptor.uniform_query_len is None:
+            return bound
+        return dataclasses.replace(bound, program=followed(bound.program, self.compute_logits, "logits"))
+
+    def _trace(self, num_tokens: int, compiler_options: Mapping[str, Any] | None = None) -> BoundProgram:
+        options = dataclasses.replace(
+            self.options,
+            splitting_ops=(*self.options.splitting_ops, *self.resolved.splitting_ops),
+            compiler_options={**(compiler_options or {}), **self.options.compiler_options},
+        )
+        num_tokens = max(2, num_tokens)
         model = WithNewestTokens(self.model, self.buffers)
         return trace(model, (self.buffers.input_ids.gpu, self.buffers.positions.gpu), num_tokens, options)
 
@@ -334,11 +353,6 @@ class ModelRunner:
                 f"this model keeps states per request, so each needs a state_slot of its own from 0 to "
                 f"{config.max_num_reqs - 1}, the same in all its steps; got {slots}"
             )
-
-
-def _holds_head(descriptor: BatchDescriptor) -> bool:
-    """Whether a graph computes logits too: in uniform decode they are wanted for every row."""
-    return descriptor.mode is CUDAGraphMode.FULL and descriptor.uniform_query_len is not None
 
 
 def is_recorded(step: Step, recorded_layers: frozenset[str]) -> bool:

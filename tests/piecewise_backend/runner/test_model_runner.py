@@ -159,3 +159,17 @@ def test_attention_between_graphs_is_called_without_the_dispatcher(monkeypatch: 
     assert bound == [(4, 4, 16)] * 3
     logits = runner.execute([work("a", [1, 2, 3], 0, [0])])
     torch.testing.assert_close(logits[0], oracle_logits(model, [1, 2, 3])[-1], atol=1e-5, rtol=1e-4)
+
+
+def test_fast_pieces_compiles_small_batches_anew_with_the_same_results() -> None:
+    model = TinyDecoder()
+    runner = make_runner("FULL_AND_PIECEWISE", model=model, fast_pieces=True, max_num_tokens=48, compiler="inductor")
+    assert runner.bound_small is not None
+    keys = [{p.key for p in b.program.pieces} for b in (runner.bound, runner.bound_small)]
+    assert not keys[0] & keys[1]
+    for tokens in ([1, 2, 3], list(range(40))):
+        logits = runner.execute([work("a", tokens, 0, [0, 1, 2])])
+        torch.testing.assert_close(logits[0], oracle_logits(model, tokens)[-1], atol=1e-4, rtol=1e-3)
+    logits = runner.execute([work("a", [7], 40, [0, 1, 2], is_decode=True)])
+    expected = oracle_logits(model, [*range(40), 7])[-1]
+    torch.testing.assert_close(logits[0], expected, atol=1e-4, rtol=1e-3)
