@@ -144,6 +144,34 @@ def test_a_graph_recorded_on_one_batch_is_right_for_twenty_others(
         )
         graph.replay()
         batch.assert_out_is_right()
+        assert not metadata.arrivals.any()
+
+
+@pytest.mark.parametrize("heads", [(16, 8), (32, 8), (64, 1)], ids=str)
+@pytest.mark.parametrize("num_tokens", [1, 4], ids="{} tokens a request".format)
+def test_replays_give_the_same_bits_whichever_split_comes_last(
+    backend: type[AttentionBackend], heads: tuple[int, int], num_tokens: int
+) -> None:
+    spec = dataclasses.replace(LARGE, num_heads=heads[0], num_kv_heads=heads[1])
+    batch = PagedBatch(spec, num_tokens=2 * num_tokens, num_reqs=2, max_model_len=4096, device=CUDA)
+    batch.fill([(num_tokens, 4000), (num_tokens, 1031)])
+    builder, impl = make(backend, batch)
+    metadata = builder.build(batch.common(), for_capture=True)
+    assert metadata.plan.num_splits > 1
+    impl.forward(batch.query, batch.kv_cache, metadata, batch.out)
+    batch.assert_out_is_right()
+    first, graph = batch.out.clone(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(8):
+            impl.forward(batch.query, batch.kv_cache, metadata, batch.out)
+    for _ in range(100):
+        batch.out.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(batch.out, first)
+        # Between replays only: those inside a graph must find what the one before them left.
+        metadata.partial_out.fill_(float("nan"))
+        metadata.partial_lse.fill_(float("nan"))
+    assert not metadata.arrivals.any()
 
 
 def test_a_cache_of_more_than_two_to_the_31_elements_is_addressed_right(

@@ -8,8 +8,15 @@ from dataclasses import dataclass
 import torch
 import triton
 
-from attention.backends.triton.kernels import attention_kernel, reduce_kernel
-from attention.backends.triton.tiles import MAX_GROUP, Tile, all_tiles, choose_tile, padded_head_size
+from attention.backends.triton.kernels import attention_kernel, merge_kernel
+from attention.backends.triton.tiles import (
+    MAX_GROUP,
+    Tile,
+    all_tiles,
+    choose_tile,
+    next_power_of_2,
+    padded_head_size,
+)
 from attention.base import AttentionBackend, AttentionCGSupport, AttentionImpl, MetadataBuilder
 from attention.metadata import CommonAttentionMetadata
 from attention.specs import AttentionSpec
@@ -19,8 +26,13 @@ INTERPRETED: bool = triton.knobs.runtime.interpret
 
 _MAX_HEAD_SIZE = 256
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-_SPLITS_PER_STEP = 16
-"""Partial results that the reduction holds at a time."""
+_MOST_ROWS_TO_MERGE = 32
+"""Rows of a tile that one program may have to merge over all splits."""
+_MERGE_SPLITS = 16
+_MERGE_ELEMENTS = 8192
+"""Splits, and elements of their results, that a program merges at a time: 64 registers of 128 threads."""
+_MAX_PLANS = 1024
+"""Plans that a builder remembers."""
 _LOG2_E = math.log2(math.e)
 
 
@@ -35,10 +47,10 @@ class LaunchPlan:
     """No request has more than `block_q` query tokens, so query block i is request i."""
     num_query_blocks: int
     """An upper bound: programs that find no tokens leave."""
-    tokens_per_block: int
-    """Query tokens that a block can really have."""
     num_splits: int
     """Programs that share the keys of one query block and KV head."""
+    merges: bool
+    """The last of these programs to finish merges their results; else a second launch does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +64,9 @@ class TritonMetadata:
     """[workspace rows, head_size] fp32: a row for each token, head and split."""
     partial_lse: torch.Tensor
     """[workspace rows] fp32."""
+    arrivals: torch.Tensor
+    """[query blocks x KV heads, at most] int32: splits that have left their results. Zero between launches: the last
+    split to arrive sees to it, so launches that share the workspace must follow one another."""
     plan: LaunchPlan
 
 
@@ -79,9 +94,11 @@ class TritonMetadataBuilder(MetadataBuilder[TritonMetadata]):
             device=device,
         )
         self.num_sms, self.shared_memory = _device_limits(device)
-        rows = self._max_workspace_rows()
+        self._plans: dict[tuple[int, int, int, int], LaunchPlan] = {}
+        rows, counters = self._workspace_size()
         self.partial_out = torch.empty(rows, spec.head_size, dtype=torch.float32, device=device)
         self.partial_lse = torch.empty(rows, dtype=torch.float32, device=device)
+        self.arrivals = torch.zeros(counters, dtype=torch.int32, device=device)
 
     def build(self, common: CommonAttentionMetadata, *, for_capture: bool) -> TritonMetadata:
         """Metadata of one batch; a launch recorded over it is right for every batch of these padded sizes."""
@@ -97,13 +114,27 @@ class TritonMetadataBuilder(MetadataBuilder[TritonMetadata]):
             block_table=common.block_table,
             partial_out=self.partial_out,
             partial_lse=self.partial_lse,
+            arrivals=self.arrivals,
             plan=plan,
         )
 
     def plan(self, *, num_tokens: int, num_reqs: int, max_query_len: int, max_seq_len: int) -> LaunchPlan:
-        """The launch for padded sizes and upper bounds; see `LaunchPlan`."""
-        group = self.spec.num_heads // self.spec.num_kv_heads
+        """The launch for padded sizes and upper bounds; the same object for the same ones, while it is remembered.
+
+        Splits are shared out by true lengths, so a rough bound of them will do: one that many steps have in common.
+        """
         max_query_len = min(max_query_len, num_tokens)
+        max_seq_len = min(next_power_of_2(max(max_seq_len, 1)), self.max_model_len)
+        key = (num_tokens, num_reqs, max_query_len, max_seq_len)
+        plan = self._plans.get(key)
+        if plan is None:
+            if len(self._plans) >= _MAX_PLANS:
+                self._plans.clear()
+            plan = self._plans[key] = self._make_plan(*key)
+        return plan
+
+    def _make_plan(self, num_tokens: int, num_reqs: int, max_query_len: int, max_seq_len: int) -> LaunchPlan:
+        group = self.spec.num_heads // self.spec.num_kv_heads
         tile = choose_tile(
             rows=max_query_len * group,
             group=group,
@@ -122,109 +153,89 @@ class TritonMetadataBuilder(MetadataBuilder[TritonMetadata]):
             block_q=block_q,
             one_block=one_block,
             num_query_blocks=num_query_blocks,
-            tokens_per_block=min(block_q, max_query_len),
             num_splits=max(1, num_splits),
+            # One program is slow to merge many rows, and a launch more is little where there are many.
+            merges=tile.block_m <= _MOST_ROWS_TO_MERGE,
         )
 
-    def _max_workspace_rows(self) -> int:
-        """The most rows (token, head, split) of any plan with more than one split.
+    def _workspace_size(self) -> tuple[int, int]:
+        """(rows, counters): the most rows (token, head, split) and query blocks x KV heads of any plan with more than
+        one split.
 
         `num_splits * num_query_blocks * num_kv_heads` is at most `programs_per_sm * num_sms`, and a query
         block has at most `block_m` rows a KV head.
         """
         spec = self.spec
-        most = 1
+        rows = counters = 1
         for tile in all_tiles(
             group=spec.num_heads // spec.num_kv_heads,
             head_size=spec.head_size,
             itemsize=spec.dtype.itemsize,
             shared_memory=self.shared_memory,
         ):
-            by_programs = tile.programs_per_sm * self.num_sms * tile.block_m
+            most_programs = tile.programs_per_sm * self.num_sms
             by_length = self.max_num_tokens * spec.num_heads * _max_splits(tile, self.max_model_len)
-            most = max(most, min(by_programs, by_length))
-        return most
+            rows = max(rows, min(most_programs * tile.block_m, by_length))
+            counters = max(counters, most_programs // 2)
+        return rows, counters
 
 
 class TritonAttentionImpl(AttentionImpl[TritonMetadata]):
-    """One launch for any batch, and one more where the keys are split."""
+    """One launch for any batch; and one more where tiles of many rows are split."""
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        super().__init__(spec)
+        self.scales = _kernel_scales(spec)
+        self.constants = _common_constants(spec)
 
     def forward(self, query: torch.Tensor, kv_cache: torch.Tensor, metadata: TritonMetadata, out: torch.Tensor) -> None:
         """See `AttentionImpl.forward`. Any strides, with the last dimension contiguous."""
-        if query.stride(2) != 1 or kv_cache.stride(4) != 1 or out.stride(2) != 1:
-            raise ValueError(
-                "triton attention needs contiguous head dimensions (call .contiguous()), got strides "
-                f"query {query.stride()}, kv_cache {kv_cache.stride()}, out {out.stride()}"
-            )
+        _check_strides(query, kv_cache, out)
         plan = metadata.plan
         if plan.num_query_blocks == 0:
             return
-        spec, tile = self.spec, plan.tile
-        if spec.soft_cap is None:
-            qk_scale, soft_cap_log2 = spec.scale * _LOG2_E, 0.0
-        else:
-            qk_scale, soft_cap_log2 = spec.scale / spec.soft_cap, spec.soft_cap * _LOG2_E
-        window = spec.sliding_window or 0
-        split = plan.num_splits > 1
-        attention_kernel[(plan.num_query_blocks, spec.num_kv_heads, plan.num_splits)](
+        self._attend(query, kv_cache, metadata, out)
+        if plan.num_splits > 1 and not plan.merges:
+            self._merge(metadata, out)
+
+    def _attend(self, query: torch.Tensor, kv_cache: torch.Tensor, metadata: TritonMetadata, out: torch.Tensor) -> None:
+        plan, table = metadata.plan, metadata.block_table
+        attention_kernel[(plan.num_query_blocks, self.spec.num_kv_heads, plan.num_splits)](
             query,
             kv_cache,
             out,
             metadata.partial_out,
             metadata.partial_lse,
+            metadata.arrivals,
             metadata.query_start_loc,
             metadata.seq_lens,
-            metadata.block_table,
+            table,
             metadata.seq_lens.shape[0],
             plan.num_splits,
-            qk_scale,
-            soft_cap_log2,
-            query.stride(0),
-            query.stride(1),
-            out.stride(0),
-            out.stride(1),
-            kv_cache.stride(0),
-            kv_cache.stride(1),
-            kv_cache.stride(2),
-            kv_cache.stride(3),
-            metadata.block_table.stride(0),
-            NUM_HEADS=spec.num_heads,
-            GROUP=spec.num_heads // spec.num_kv_heads,
-            HEAD_SIZE=spec.head_size,
-            BLOCK_D=padded_head_size(spec.head_size),
-            BLOCK_SIZE=spec.block_size,
-            BLOCK_Q=plan.block_q,
-            BLOCK_M=tile.block_m,
-            BLOCK_N=tile.block_n,
-            WINDOW=window,
-            SOFT_CAP=spec.soft_cap is not None,
-            SPLIT=split,
-            ONE_BLOCK=plan.one_block,
-            num_warps=tile.num_warps,
-            num_stages=tile.num_stages,
+            *self.scales,
+            *query.stride()[:2],
+            *out.stride()[:2],
+            *kv_cache.stride()[:4],
+            table.stride(0),
+            **self.constants,
+            **_attention_constants(plan, self.spec),
         )
-        if split:
-            reduce_kernel[(plan.num_query_blocks * plan.tokens_per_block, spec.num_heads)](
-                metadata.partial_out,
-                metadata.partial_lse,
-                out,
-                metadata.query_start_loc,
-                metadata.seq_lens,
-                metadata.seq_lens.shape[0],
-                plan.num_splits,
-                plan.tokens_per_block,
-                out.stride(0),
-                out.stride(1),
-                NUM_HEADS=spec.num_heads,
-                HEAD_SIZE=spec.head_size,
-                BLOCK_D=padded_head_size(spec.head_size),
-                BLOCK_Q=plan.block_q,
-                BLOCK_N=tile.block_n,
-                WINDOW=window,
-                ONE_BLOCK=plan.one_block,
-                CHUNK=_SPLITS_PER_STEP,
-                num_warps=4,
-            )
+
+    def _merge(self, metadata: TritonMetadata, out: torch.Tensor) -> None:
+        plan, constants = metadata.plan, self.constants
+        parts = triton.cdiv(plan.tile.block_m, constants["MERGE_ROWS"])
+        merge_kernel[(plan.num_query_blocks, self.spec.num_kv_heads, parts)](
+            metadata.partial_out,
+            metadata.partial_lse,
+            out,
+            metadata.query_start_loc,
+            metadata.seq_lens,
+            metadata.seq_lens.shape[0],
+            plan.num_splits,
+            *out.stride()[:2],
+            **constants,
+            **_share_constants(plan, self.spec),
+        )
 
 
 class TritonBackend(AttentionBackend):
@@ -280,5 +291,61 @@ def _device_limits(device: torch.device) -> tuple[int, int]:
 
 
 def _max_splits(tile: Tile, max_seq_len: int) -> int:
-    """A split has at least one tile of keys."""
-    return triton.cdiv(max_seq_len, tile.block_n)
+    return triton.cdiv(max_seq_len, tile.split_keys)
+
+
+def _check_strides(query: torch.Tensor, kv_cache: torch.Tensor, out: torch.Tensor) -> None:
+    if query.stride(2) != 1 or kv_cache.stride(4) != 1 or out.stride(2) != 1:
+        raise ValueError(
+            "triton attention needs contiguous head dimensions (call .contiguous()), got strides "
+            f"query {query.stride()}, kv_cache {kv_cache.stride()}, out {out.stride()}"
+        )
+
+
+def _kernel_scales(spec: AttentionSpec) -> tuple[float, float]:
+    """qk_scale and soft_cap_log2 of the kernel."""
+    if spec.soft_cap is None:
+        return spec.scale * _LOG2_E, 0.0
+    return spec.scale / spec.soft_cap, spec.soft_cap * _LOG2_E
+
+
+def _common_constants(spec: AttentionSpec) -> dict[str, int]:
+    """What both kernels are compiled for, whatever the batch."""
+    group, block_d = spec.num_heads // spec.num_kv_heads, padded_head_size(spec.head_size)
+    return {
+        "NUM_HEADS": spec.num_heads,
+        "GROUP": group,
+        "HEAD_SIZE": spec.head_size,
+        "BLOCK_D": block_d,
+        "WINDOW": spec.sliding_window or 0,
+        "MERGE_ROWS": min(next_power_of_2(group), _MERGE_ELEMENTS // (_MERGE_SPLITS * block_d)),
+        "MERGE_SPLITS": _MERGE_SPLITS,
+    }
+
+
+def _share_constants(plan: LaunchPlan, spec: AttentionSpec) -> dict[str, int]:
+    """How both kernels find a program's work."""
+    tile = plan.tile
+    # Splits of a decode step are of one length, if they may start at any block: else some have a tile more.
+    by_blocks = tile.block_m < 64 and tile.block_n > spec.block_size
+    return {
+        "BLOCK_Q": plan.block_q,
+        "ONE_BLOCK": plan.one_block,
+        "UNIT": spec.block_size if by_blocks else tile.block_n,
+        "SPLIT_KEYS": tile.split_keys,
+    }
+
+
+def _attention_constants(plan: LaunchPlan, spec: AttentionSpec) -> dict[str, int]:
+    """What the attention kernel alone is compiled for."""
+    return {
+        **_share_constants(plan, spec),
+        "BLOCK_SIZE": spec.block_size,
+        "BLOCK_M": plan.tile.block_m,
+        "BLOCK_N": plan.tile.block_n,
+        "SOFT_CAP": spec.soft_cap is not None,
+        "SPLIT": plan.num_splits > 1,
+        "MERGE": plan.merges,
+        "num_warps": plan.tile.num_warps,
+        "num_stages": plan.tile.num_stages,
+    }

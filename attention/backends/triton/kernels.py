@@ -1,4 +1,4 @@
-"""The attention kernel, and the reduction over its splits of the KV axis.
+"""The attention kernel, which also merges its splits of the KV axis, or leaves that to a kernel of its own.
 
 Nothing about a launch depends on a batch's content: each program finds its own work in `query_start_loc`
 and `seq_lens` on the device, or leaves. A recorded launch is right for any batch of the same padded sizes.
@@ -38,28 +38,101 @@ def find_query_block(block, query_start_loc, num_reqs, BLOCK_Q: tl.constexpr, ON
 
 
 @triton.jit
-def visible_tiles(first, end, seq_len, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr):
-    """Keys that any row of a query block sees, [first_key, key_end), and the key tiles that hold them."""
+def visible_keys(first, end, seq_len, BLOCK_Q: tl.constexpr, WINDOW: tl.constexpr):
+    """Keys that any row of a query block sees: [first_key, key_end)."""
     # Token t of a request is at position t + seq_len - end.
     key_end = tl.minimum(first + BLOCK_Q, end) + seq_len - end
     first_key = 0
     if WINDOW > 0:
         first_key = tl.maximum(first + seq_len - end - WINDOW + 1, 0)
-    return first_key, key_end, first_key // BLOCK_N, tl.cdiv(key_end, BLOCK_N)
+    return first_key, key_end
 
 
 @triton.jit
-def load_blocks(table_row, tile, first_key, key_end, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Physical blocks of a key tile: one for all of it where it lies within a block, else one a key.
+def share_of_split(first_key, key_end, split, num_splits, UNIT: tl.constexpr, SPLIT_KEYS: tl.constexpr):
+    """Where the keys of one split of [first_key, key_end) start and stop, and how many splits have any.
+
+    Shares are equal but for the last: multiples of UNIT keys, and at least SPLIT_KEYS. They start at multiples of
+    UNIT, the first one a little before first_key. They follow from the true length, so that a short sequence in a
+    launch for long ones is spread over the splits all the same.
+    """
+    start = first_key // UNIT * UNIT
+    share = tl.maximum(tl.cdiv(key_end - start, num_splits), SPLIT_KEYS)
+    share = tl.cdiv(share, UNIT) * UNIT
+    used = tl.cdiv(key_end - start, share)
+    start += split * share
+    return start, tl.minimum(start + share, key_end), used
+
+
+@triton.jit
+def load_blocks(table_row, start, first_key, key_end, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Physical blocks of the tile of keys from `start`: one for all of it where it lies within a block, else one a
+    key, and then the tile starts at the start of a block.
 
     Only entries with a key in [first_key, key_end) are read, the others are 0.
     """
-    keys = tile * BLOCK_N
-    readable = keys < key_end
-    if BLOCK_N > BLOCK_SIZE:
-        keys += tl.arange(0, BLOCK_N)
-        readable = (keys >= first_key) & (keys < key_end)
-    return tl.load(table_row + keys // BLOCK_SIZE, mask=readable, other=0)
+    if BLOCK_N <= BLOCK_SIZE:
+        return tl.load(table_row + start // BLOCK_SIZE, mask=start < key_end, other=0)
+    else:
+        offsets = tl.arange(0, BLOCK_N)
+        readable = (start + offsets >= first_key) & (start + offsets < key_end)
+        # Nothing is divided a key: the loop's part is a scalar, the other does not change in it.
+        return tl.load(table_row + start // BLOCK_SIZE + offsets // BLOCK_SIZE, mask=readable, other=0)
+
+
+@triton.jit
+def merge_rows(
+    first_row,
+    num_rows,
+    first,
+    kv_head,
+    partial_out,
+    partial_lse,
+    out,
+    num_splits,
+    used,
+    stride_out_token,
+    stride_out_head,
+    NUM_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    MERGE_ROWS: tl.constexpr,
+    MERGE_SPLITS: tl.constexpr,
+):
+    """MERGE_ROWS rows of `out` from their first `used` splits: rows [first_row, ...) of the num_rows, token and query
+    head, of the query block that starts at token `first`.
+
+    Always in the order of the splits: the result does not depend on which of them was the last to finish.
+    """
+    dims = tl.arange(0, BLOCK_D)
+    row = first_row + tl.arange(0, MERGE_ROWS)
+    real = row < num_rows
+    token = (first + row // GROUP).to(tl.int64)
+    head = kv_head * GROUP + row % GROUP
+    partial = (token * NUM_HEADS + head) * num_splits
+    top = tl.full([MERGE_ROWS], -1.0e30, tl.float32)
+    total = tl.zeros([MERGE_ROWS], tl.float32)
+    acc = tl.zeros([MERGE_ROWS, BLOCK_D], tl.float32)
+    for split in tl.range(0, used, MERGE_SPLITS, num_stages=1):
+        splits = split + tl.arange(0, MERGE_SPLITS)
+        mask = real[:, None] & (splits < used)[None, :]
+        at = partial[:, None] + splits[None, :]
+        # From L2, where the other programs' stores are, whatever this multiprocessor's L1 holds.
+        lse = tl.load(partial_lse + at, mask=mask, other=float("-inf"), cache_modifier=".cg")
+        inside = mask[:, :, None] & (dims < HEAD_SIZE)[None, None, :]
+        pointers = partial_out + at[:, :, None] * HEAD_SIZE + dims[None, None, :]
+        part = tl.load(pointers, mask=inside, other=0.0, cache_modifier=".cg")
+        new_top = tl.maximum(top, tl.max(lse, 1))
+        weights = tl.exp2(lse - new_top[:, None])
+        decay = tl.exp2(top - new_top)
+        total = total * decay + tl.sum(weights, 1)
+        acc = acc * decay[:, None] + tl.sum(weights[:, :, None] * part, 1)
+        top = new_top
+    acc = acc / tl.where(real, total, 1.0)[:, None]
+    out_rows = token * stride_out_token + head * stride_out_head
+    mask = real[:, None] & (dims < HEAD_SIZE)[None, :]
+    tl.store(out + out_rows[:, None] + dims[None, :], acc.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_reqs", "num_splits"])
@@ -69,6 +142,7 @@ def attention_kernel(
     out,
     partial_out,
     partial_lse,
+    arrivals,
     query_start_loc,
     seq_lens,
     block_table,
@@ -95,34 +169,43 @@ def attention_kernel(
     BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr,  # 0: none
     SOFT_CAP: tl.constexpr,
-    SPLIT: tl.constexpr,
     ONE_BLOCK: tl.constexpr,
+    UNIT: tl.constexpr,
+    SPLIT: tl.constexpr,
+    SPLIT_KEYS: tl.constexpr,
+    MERGE: tl.constexpr,
+    MERGE_ROWS: tl.constexpr,
+    MERGE_SPLITS: tl.constexpr,
 ):
     """Program (query block, KV head, split): BLOCK_Q tokens of one request, all query heads of one KV head.
 
     Row r of the tile is token r // GROUP, query head r % GROUP. qk_scale takes a raw score to log2 units, or
     with SOFT_CAP to multiples of the cap, which soft_cap_log2 takes to log2 units. With SPLIT, a program does
     its share of the keys, and its normalised result goes to partial_out [token, head, split, HEAD_SIZE] fp32,
-    with the log2 of the softmax's denominator in partial_lse [token, head, split] fp32.
+    with the log2 of the softmax's denominator in partial_lse [token, head, split] fp32. With MERGE, the last of a
+    block's splits to arrive, as counted in arrivals [query block, KV head] int32, merges them; the counts are zero
+    before and after every launch. Where one split has all the keys, it writes `out` itself.
     """
     # Later blocks of a prefill see more keys: the longest first, so that none runs on alone at the end.
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)
     request, first, end = find_query_block(block, query_start_loc, num_reqs, BLOCK_Q, ONE_BLOCK)
+    # Before the branch: its latency is that of the loads which the branch waits for.
+    seq_len = tl.load(seq_lens + request)
     if first >= end:
         return
-    seq_len = tl.load(seq_lens + request)
-    first_key, key_end, first_tile, last_tile = visible_tiles(first, end, seq_len, BLOCK_Q, BLOCK_N, WINDOW)
-    # Tiles that every row of this block sees whole.
-    whole_from = first_tile
+    first_key, key_end = visible_keys(first, end, seq_len, BLOCK_Q, WINDOW)
+    # Tiles that every row of this block sees whole start in [whole_from, whole_until).
+    whole_from = 0
     if WINDOW > 0:
-        whole_from = tl.cdiv(tl.maximum(key_end - WINDOW, 0), BLOCK_N)
-    whole_until = (first + seq_len - end + 1) // BLOCK_N
+        whole_from = tl.cdiv(tl.maximum(key_end - WINDOW, 0), BLOCK_N) * BLOCK_N
+    whole_until = (first + seq_len - end + 1) // BLOCK_N * BLOCK_N
+    # Tiles start at multiples of UNIT: of BLOCK_N, for the sake of the runs below, or for a decode step of BLOCK_SIZE.
+    start = first_key // UNIT * UNIT
+    used = 1
     if SPLIT:
-        share = tl.cdiv(last_tile - first_tile, num_splits)
-        first_tile += tl.program_id(2) * share
-        last_tile = tl.minimum(first_tile + share, last_tile)
-        if first_tile >= last_tile:
+        start, key_end, used = share_of_split(first_key, key_end, tl.program_id(2), num_splits, UNIT, SPLIT_KEYS)
+        if start >= key_end:
             return
 
     row = tl.arange(0, BLOCK_M)
@@ -133,6 +216,9 @@ def attention_kernel(
     dims = tl.arange(0, BLOCK_D)
     mask = real[:, None] & (dims < HEAD_SIZE)[None, :]
     token = token.to(tl.int64)
+    kv_head_cache = kv_cache + kv_head.to(tl.int64) * stride_cache_head
+    table_row = block_table + request.to(tl.int64) * stride_table
+    blocks = load_blocks(table_row, start, first_key, key_end, BLOCK_SIZE, BLOCK_N)
     query_rows = token * stride_query_token + head * stride_query_head
     q = tl.load(query + query_rows[:, None] + dims[None, :], mask=mask, other=0.0)
 
@@ -140,29 +226,29 @@ def attention_kernel(
     row_max = tl.full([BLOCK_M], -1.0e30, tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    kv_head_cache = kv_cache + kv_head.to(tl.int64) * stride_cache_head
-    table_row = block_table + request.to(tl.int64) * stride_table
 
     # Three runs of tiles: 0, cut by the window; 1, seen whole by every row; 2, cut by causality. Run 1 does
     # without masks, which cost a prefill about as much as its softmax. A decode step is bound by memory: one
     # run, and so one filling of the load pipeline, is better.
     FIRST_RUN: tl.constexpr = 2 if BLOCK_M < 64 else (0 if WINDOW > 0 else 1)
+    tl.static_assert(FIRST_RUN == 2 or UNIT == BLOCK_N)
     offsets = tl.arange(0, BLOCK_N)
-    blocks = load_blocks(table_row, first_tile, first_key, key_end, BLOCK_SIZE, BLOCK_N)
-    start = first_tile
+    in_block = (offsets % BLOCK_SIZE) * stride_cache_slot
     for run in tl.static_range(FIRST_RUN, 3):
-        stop = last_tile
+        stop = key_end
         if run == 0:
-            stop = tl.minimum(tl.maximum(whole_from, start), last_tile)
+            stop = tl.minimum(tl.maximum(whole_from, start), key_end)
         if run == 1:
-            stop = tl.minimum(tl.maximum(whole_until, start), last_tile)
-        for tile in range(start, stop):
-            keys = tile * BLOCK_N + offsets
+            stop = tl.minimum(tl.maximum(whole_until, start), key_end)
+        for tile in range(start, stop, BLOCK_N):
+            keys = tile + offsets
             # Only [first_key, key_end) is ever read: beyond it the cache may hold NaN and the table anything.
             readable = (keys >= first_key) & (keys < key_end)
-            rows = blocks.to(tl.int64) * stride_cache_block + (keys % BLOCK_SIZE) * stride_cache_slot
+            rows = blocks.to(tl.int64) * stride_cache_block + in_block
+            if BLOCK_N < BLOCK_SIZE:
+                rows += tile % BLOCK_SIZE * stride_cache_slot
             # Loaded a tile ahead: the compiler would spend stages of its pipeline on a load that others wait for.
-            blocks = load_blocks(table_row, tile + 1, first_key, key_end, BLOCK_SIZE, BLOCK_N)
+            blocks = load_blocks(table_row, tile + BLOCK_N, first_key, key_end, BLOCK_SIZE, BLOCK_N)
             k_pointers = kv_head_cache + rows[:, None] + dims[None, :]
             v_pointers = k_pointers + stride_cache_kv
             if run != 1:
@@ -184,6 +270,8 @@ def attention_kernel(
                 scores = soft_cap_log2 * (1 - 2 / (tl.exp(2 * scores) + 1))
             if run != 1:
                 visible = keys[None, :] <= positions[:, None]
+                if SPLIT:
+                    visible &= (keys < key_end)[None, :]
                 if WINDOW > 0:
                     visible &= keys[None, :] > positions[:, None] - WINDOW
                 scores = tl.where(visible, scores, float("-inf"))
@@ -199,18 +287,46 @@ def attention_kernel(
     seen = row_sum > 0
     row_sum = tl.where(seen, row_sum, 1.0)
     acc = acc / row_sum[:, None]
-    if SPLIT:
+    if used == 1:
+        out_rows = token * stride_out_token + head * stride_out_head
+        tl.store(out + out_rows[:, None] + dims[None, :], acc.to(out.dtype.element_ty), mask=mask)
+    elif SPLIT:
         lse = tl.where(seen, row_max + tl.log2(row_sum), float("-inf"))
         partial = (token * NUM_HEADS + head) * num_splits + tl.program_id(2)
         tl.store(partial_out + partial[:, None] * HEAD_SIZE + dims[None, :], acc, mask=mask)
         tl.store(partial_lse + partial, lse, mask=real)
-    else:
-        out_rows = token * stride_out_token + head * stride_out_head
-        tl.store(out + out_rows[:, None] + dims[None, :], acc.to(out.dtype.element_ty), mask=mask)
+        if MERGE:
+            # The barrier orders every thread's stores before the increment, which one thread does: whoever counts it
+            # (release, acquire) also sees them.
+            tl.debug_barrier()
+            arrived = arrivals + block * tl.num_programs(1) + kv_head
+            if tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu") == used - 1:
+                tl.store(arrived, 0)  # for the next launch
+                num_rows = tl.minimum(end - first, BLOCK_Q) * GROUP
+                for first_row in tl.range(0, num_rows, MERGE_ROWS, num_stages=1):
+                    merge_rows(
+                        first_row,
+                        num_rows,
+                        first,
+                        kv_head,
+                        partial_out,
+                        partial_lse,
+                        out,
+                        num_splits,
+                        used,
+                        stride_out_token,
+                        stride_out_head,
+                        NUM_HEADS,
+                        GROUP,
+                        HEAD_SIZE,
+                        BLOCK_D,
+                        MERGE_ROWS,
+                        MERGE_SPLITS,
+                    )
 
 
-@triton.jit(do_not_specialize=["num_reqs", "num_splits", "tokens_per_block"])
-def reduce_kernel(
+@triton.jit(do_not_specialize=["num_reqs", "num_splits"])
+def merge_kernel(
     partial_out,
     partial_lse,
     out,
@@ -218,45 +334,47 @@ def reduce_kernel(
     seq_lens,
     num_reqs,
     num_splits,
-    tokens_per_block,
     stride_out_token,
     stride_out_head,
     NUM_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_Q: tl.constexpr,
-    BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr,
     ONE_BLOCK: tl.constexpr,
-    CHUNK: tl.constexpr,
+    UNIT: tl.constexpr,
+    SPLIT_KEYS: tl.constexpr,
+    MERGE_ROWS: tl.constexpr,
+    MERGE_SPLITS: tl.constexpr,
 ):
-    """Program (query block x token in it, head): one row of `out` from the splits that had keys to see."""
-    block = tl.program_id(0) // tokens_per_block
-    head = tl.program_id(1)
-    request, first, end = find_query_block(block, query_start_loc, num_reqs, BLOCK_Q, ONE_BLOCK)
-    token = first + tl.program_id(0) % tokens_per_block
-    if token >= end:
-        return
+    """Program (query block, KV head, part): MERGE_ROWS of a block's rows of `out`, for attention without MERGE."""
+    first_row = tl.program_id(2) * MERGE_ROWS
+    request, first, end = find_query_block(tl.program_id(0), query_start_loc, num_reqs, BLOCK_Q, ONE_BLOCK)
+    num_rows = tl.minimum(end - first, BLOCK_Q) * GROUP
     seq_len = tl.load(seq_lens + request)
-    # The same shares as in the attention kernel; splits beyond `used` have written nothing.
-    _, _, first_tile, last_tile = visible_tiles(first, end, seq_len, BLOCK_Q, BLOCK_N, WINDOW)
-    used = tl.cdiv(last_tile - first_tile, tl.cdiv(last_tile - first_tile, num_splits))
-
-    dims = tl.arange(0, BLOCK_D)
-    row = (token.to(tl.int64) * NUM_HEADS + head) * num_splits
-    top = -1.0e30
-    total = 0.0
-    acc = tl.zeros([BLOCK_D], tl.float32)
-    for chunk in range(0, used, CHUNK):
-        splits = chunk + tl.arange(0, CHUNK)
-        lse = tl.load(partial_lse + row + splits, mask=splits < used, other=float("-inf"))
-        mask = (splits < used)[:, None] & (dims < HEAD_SIZE)[None, :]
-        part = tl.load(partial_out + (row + splits)[:, None] * HEAD_SIZE + dims, mask=mask, other=0.0)
-        new_top = tl.maximum(top, tl.max(lse, 0))
-        weights = tl.exp2(lse - new_top)
-        decay = tl.exp2(top - new_top)
-        total = total * decay + tl.sum(weights, 0)
-        acc = acc * decay + tl.sum(weights[:, None] * part, 0)
-        top = new_top
-    out_row = out + token.to(tl.int64) * stride_out_token + head * stride_out_head
-    tl.store(out_row + dims, (acc / total).to(out.dtype.element_ty), mask=dims < HEAD_SIZE)
+    if first_row >= num_rows:
+        return
+    first_key, key_end = visible_keys(first, end, seq_len, BLOCK_Q, WINDOW)
+    _, _, used = share_of_split(first_key, key_end, 0, num_splits, UNIT, SPLIT_KEYS)
+    if used == 1:
+        return
+    merge_rows(
+        first_row,
+        num_rows,
+        first,
+        tl.program_id(1),
+        partial_out,
+        partial_lse,
+        out,
+        num_splits,
+        used,
+        stride_out_token,
+        stride_out_head,
+        NUM_HEADS,
+        GROUP,
+        HEAD_SIZE,
+        BLOCK_D,
+        MERGE_ROWS,
+        MERGE_SPLITS,
+    )

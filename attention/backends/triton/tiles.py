@@ -18,32 +18,36 @@ class Tile:
     num_stages: int
     programs_per_sm: int
     """Programs that are worth having per multiprocessor before KV is no longer split."""
+    split_keys: int
+    """The fewest keys that are worth a split of their own."""
 
     def shared_memory(self, head_size_padded: int, itemsize: int) -> int:
         """Bytes for the query tile, the key and value tiles in flight, and a little that the compiler adds."""
         return (self.block_m + 2 * self.num_stages * self.block_n) * head_size_padded * itemsize + 2048
 
 
-# (head size at most, rows at most) -> tile; the first that fits. For Hopper: 16 rows are a decode step,
-# bound by memory; 128 rows by 8 warps feed the tensor cores.
+# (head size at most, rows at most) -> tile; the first that fits. For Hopper. 16 rows are a decode step, bound by
+# memory: 32 KiB of keys and values a stage, two stages in flight, room for three programs on a multiprocessor. A split
+# gets about a stage at the least: its loads are then under way all at once, and fewer keys would take as long.
+# 128 rows by 8 warps feed the tensor cores.
 _ROWS_ANY = 1 << 30
 _HALF: dict[tuple[int, int], Tile] = {
-    (64, 16): Tile(block_m=16, block_n=128, num_warps=4, num_stages=4, programs_per_sm=2),
-    (64, 64): Tile(block_m=64, block_n=64, num_warps=4, num_stages=3, programs_per_sm=2),
-    (64, _ROWS_ANY): Tile(block_m=128, block_n=128, num_warps=8, num_stages=3, programs_per_sm=1),
-    (128, 16): Tile(block_m=16, block_n=64, num_warps=4, num_stages=4, programs_per_sm=2),
-    (128, 64): Tile(block_m=64, block_n=64, num_warps=4, num_stages=3, programs_per_sm=1),
-    (128, _ROWS_ANY): Tile(block_m=128, block_n=64, num_warps=8, num_stages=3, programs_per_sm=1),
-    (256, 16): Tile(block_m=16, block_n=32, num_warps=4, num_stages=4, programs_per_sm=2),
-    (256, 64): Tile(block_m=64, block_n=32, num_warps=4, num_stages=3, programs_per_sm=1),
-    (256, _ROWS_ANY): Tile(block_m=128, block_n=32, num_warps=8, num_stages=3, programs_per_sm=1),
+    (64, 16): Tile(block_m=16, block_n=128, num_warps=4, num_stages=3, programs_per_sm=2, split_keys=128),
+    (64, 64): Tile(block_m=64, block_n=64, num_warps=4, num_stages=3, programs_per_sm=2, split_keys=128),
+    (64, _ROWS_ANY): Tile(block_m=128, block_n=128, num_warps=8, num_stages=3, programs_per_sm=1, split_keys=128),
+    (128, 16): Tile(block_m=16, block_n=64, num_warps=4, num_stages=3, programs_per_sm=2, split_keys=64),
+    (128, 64): Tile(block_m=64, block_n=64, num_warps=4, num_stages=3, programs_per_sm=1, split_keys=128),
+    (128, _ROWS_ANY): Tile(block_m=128, block_n=64, num_warps=8, num_stages=3, programs_per_sm=1, split_keys=128),
+    (256, 16): Tile(block_m=16, block_n=32, num_warps=4, num_stages=3, programs_per_sm=2, split_keys=64),
+    (256, 64): Tile(block_m=64, block_n=32, num_warps=4, num_stages=3, programs_per_sm=1, split_keys=128),
+    (256, _ROWS_ANY): Tile(block_m=128, block_n=32, num_warps=8, num_stages=3, programs_per_sm=1, split_keys=128),
 }
 # No tensor cores in exact fp32: small tiles keep the operands in registers.
 _SINGLE: dict[tuple[int, int], Tile] = {
-    (128, 16): Tile(block_m=16, block_n=32, num_warps=4, num_stages=2, programs_per_sm=2),
-    (128, _ROWS_ANY): Tile(block_m=32, block_n=32, num_warps=4, num_stages=2, programs_per_sm=2),
-    (256, 16): Tile(block_m=16, block_n=16, num_warps=4, num_stages=2, programs_per_sm=2),
-    (256, _ROWS_ANY): Tile(block_m=32, block_n=16, num_warps=4, num_stages=2, programs_per_sm=2),
+    (128, 16): Tile(block_m=16, block_n=32, num_warps=4, num_stages=2, programs_per_sm=2, split_keys=64),
+    (128, _ROWS_ANY): Tile(block_m=32, block_n=32, num_warps=4, num_stages=2, programs_per_sm=2, split_keys=128),
+    (256, 16): Tile(block_m=16, block_n=16, num_warps=4, num_stages=2, programs_per_sm=2, split_keys=64),
+    (256, _ROWS_ANY): Tile(block_m=32, block_n=16, num_warps=4, num_stages=2, programs_per_sm=2, split_keys=128),
 }
 
 
