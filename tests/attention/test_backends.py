@@ -411,3 +411,46 @@ def test_without_the_interpreter_the_triton_backend_is_importable_on_the_cpu_and
 
 def test_the_cpu_gets_the_torch_backend_though_the_interpreter_is_on() -> None:
     assert choose_backend(SPEC, CPU).backend is get_backend("torch")
+
+
+def test_launches_bound_to_their_tensors_follow_the_metadata_of_each_step() -> None:
+    batch = padded_batch("triton", SPEC, [(1, 200), (1, 5)])
+    builder, impl = make("triton", SPEC, batch)
+    run = impl.bind(batch.query, batch.kv_cache, batch.out)
+    for requests in ([(1, 200), (1, 5)], [(3, 7)], [(1, 90), (1, 33)]):
+        batch.fill(requests)
+        run(builder.build(batch.common(), for_capture=False))
+        batch.assert_out_is_right()
+
+
+def test_a_bound_launch_is_prepared_once_for_a_plan_and_anew_for_other_tensors() -> None:
+    from attention.backends.triton.bound import BoundLaunches
+
+    launched: list[tuple[object, ...]] = []
+
+    class Compiled:
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            return lambda *arguments: launched.append(("again", grid, *arguments))
+
+    class Kernel:
+        arg_names = ("x", "n", "SIZE")
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            def first(*arguments: object, **constants: object) -> Compiled:
+                launched.append(("first", grid, len(arguments), *constants))
+                return Compiled()
+
+            return first
+
+    @dataclasses.dataclass(frozen=True)
+    class Metadata:
+        plan: object
+        x: torch.Tensor
+
+    plan, x, y = object(), torch.zeros(2), torch.zeros(2)
+    run = BoundLaunches(lambda m: [(Kernel(), (3,), (m.x, 7), {"SIZE": 16})], lambda m: (m.x,))
+    for tensor in (x, x, y, y):
+        run(Metadata(plan, tensor))
+    assert [entry[0] for entry in launched] == ["first", "again", "first", "again"]
+    assert launched[1] == ("again", (3,), x.data_ptr(), 7, 16)
+    assert launched[3] == ("again", (3,), y.data_ptr(), 7, 16)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import triton
 
+from attention.backends.triton.bound import BoundLaunches, Launch
 from attention.backends.triton.kernels import attention_kernel, merge_kernel
 from attention.backends.triton.tiles import (
     MAX_GROUP,
@@ -190,17 +192,33 @@ class TritonAttentionImpl(AttentionImpl[TritonMetadata]):
 
     def forward(self, query: torch.Tensor, kv_cache: torch.Tensor, metadata: TritonMetadata, out: torch.Tensor) -> None:
         """See `AttentionImpl.forward`. Any strides, with the last dimension contiguous."""
+        for kernel, grid, arguments, constants in self._launches(query, kv_cache, metadata, out):
+            kernel[grid](*arguments, **constants)
+
+    def bind(self, query: torch.Tensor, kv_cache: torch.Tensor, out: torch.Tensor) -> Callable[[TritonMetadata], None]:
+        """See `AttentionImpl.bind`: compiled kernels and their arguments are looked up once."""
+        return BoundLaunches(
+            lambda metadata: self._launches(query, kv_cache, metadata, out),
+            lambda metadata: (metadata.query_start_loc, metadata.seq_lens, metadata.block_table),
+        )
+
+    def _launches(
+        self, query: torch.Tensor, kv_cache: torch.Tensor, metadata: TritonMetadata, out: torch.Tensor
+    ) -> list[Launch]:
         _check_strides(query, kv_cache, out)
         plan = metadata.plan
         if plan.num_query_blocks == 0:
-            return
-        self._attend(query, kv_cache, metadata, out)
+            return []
+        launches = [self._attention(query, kv_cache, metadata, out)]
         if plan.num_splits > 1 and not plan.merges:
-            self._merge(metadata, out)
+            launches.append(self._merge(metadata, out))
+        return launches
 
-    def _attend(self, query: torch.Tensor, kv_cache: torch.Tensor, metadata: TritonMetadata, out: torch.Tensor) -> None:
+    def _attention(
+        self, query: torch.Tensor, kv_cache: torch.Tensor, metadata: TritonMetadata, out: torch.Tensor
+    ) -> Launch:
         plan, table = metadata.plan, metadata.block_table
-        attention_kernel[(plan.num_query_blocks, self.spec.num_kv_heads, plan.num_splits)](
+        arguments = (
             query,
             kv_cache,
             out,
@@ -217,14 +235,13 @@ class TritonAttentionImpl(AttentionImpl[TritonMetadata]):
             *out.stride()[:2],
             *kv_cache.stride()[:4],
             table.stride(0),
-            **self.constants,
-            **_attention_constants(plan, self.spec),
         )
+        grid = (plan.num_query_blocks, self.spec.num_kv_heads, plan.num_splits)
+        return attention_kernel, grid, arguments, {**self.constants, **_attention_constants(plan, self.spec)}
 
-    def _merge(self, metadata: TritonMetadata, out: torch.Tensor) -> None:
-        plan, constants = metadata.plan, self.constants
-        parts = triton.cdiv(plan.tile.block_m, constants["MERGE_ROWS"])
-        merge_kernel[(plan.num_query_blocks, self.spec.num_kv_heads, parts)](
+    def _merge(self, metadata: TritonMetadata, out: torch.Tensor) -> Launch:
+        plan = metadata.plan
+        arguments = (
             metadata.partial_out,
             metadata.partial_lse,
             out,
@@ -233,9 +250,10 @@ class TritonAttentionImpl(AttentionImpl[TritonMetadata]):
             metadata.seq_lens.shape[0],
             plan.num_splits,
             *out.stride()[:2],
-            **constants,
-            **_share_constants(plan, self.spec),
         )
+        parts = triton.cdiv(plan.tile.block_m, self.constants["MERGE_ROWS"])
+        grid = (plan.num_query_blocks, self.spec.num_kv_heads, parts)
+        return merge_kernel, grid, arguments, {**self.constants, **_share_constants(plan, self.spec)}
 
 
 class TritonBackend(AttentionBackend):
