@@ -9,7 +9,9 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config
 
-_WEIGHT_STD = 0.02
+_WEIGHT_GAIN = 0.64
+"""Weights have this over the root of their inputs as standard deviation (0.02 for 1024 of them), so that layers of every
+width scale their input alike: wide ones would else blow up each rounding error until no output could be checked."""
 
 
 def qwen3_600m() -> PretrainedConfig:
@@ -79,7 +81,7 @@ def build(shape: str, device: torch.device, *, seed: int = 0) -> Any:
     for module in model.modules():
         for name, weight in module.named_parameters(recurse=False):
             if weight.dim() > 1:
-                weight.normal_(0, _WEIGHT_STD, generator=generator)
+                weight.normal_(0, _WEIGHT_GAIN / weight.shape[1] ** 0.5, generator=generator)
             else:
                 weight.fill_(1.0 if name == "weight" else 0.0)  # of a norm, or a bias
     _rebuild_rotary(model, device)

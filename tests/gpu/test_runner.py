@@ -37,6 +37,7 @@ def test_requests_that_come_and_go_at_random_get_the_tokens_they_get_alone(mode:
     assert ReasonCode.CAPTURE_FAILED not in engine.runner.report.reasons.codes()
 
 
+@pytest.mark.alone
 def test_the_report_gives_time_and_memory_of_every_size() -> None:
     report = make_cuda_runner("FULL_AND_PIECEWISE", TinyDecoder()).report
     assert report.num_captures > 6
