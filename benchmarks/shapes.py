@@ -10,7 +10,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config
 
 _WEIGHT_GAIN = 0.64
-"""Weights have this over the root of their inputs as standard deviation (0.02 for 1024 of them), so that layers of every
+"""Weights have this over the root of their inputs as standard deviation (0.02 for 1024 of them), so that layers of any
 width scale their input alike: wide ones would else blow up each rounding error until no output could be checked."""
 
 

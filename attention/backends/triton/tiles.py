@@ -29,8 +29,8 @@ class Tile:
 # (head size at most, rows at most) -> tile; the first that fits. For Hopper. 16 rows are a decode step, bound by
 # memory: 32 KiB of keys and values a stage, two stages in flight, room for three programs on a multiprocessor. A split
 # gets about a stage at the least: its loads are then under way all at once, and fewer keys would take as long.
-# 128 rows by 8 warps feed the tensor cores; two stages leave room for a second program (0.22 ms for 8 x 1024 tokens of 16
-# heads on an H200, three take 0.31).
+# 128 rows by 8 warps feed the tensor cores; two stages leave room for a second program (0.22 ms for 8 x 1024 tokens of
+# 16 heads on an H200; with three it takes 0.31).
 _ROWS_ANY = 1 << 30
 _HALF: dict[tuple[int, int], Tile] = {
     (64, 16): Tile(block_m=16, block_n=128, num_warps=4, num_stages=3, programs_per_sm=2, split_keys=128),
