@@ -19,6 +19,7 @@ import torch
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.utils._pytree import tree_leaves
 
 logger = logging.getLogger(__name__)
 
@@ -152,20 +153,44 @@ def _join(parameters: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _find_examples_again(graph: fx.Graph) -> None:
-    """Run every node on the examples of its inputs."""
+    """Run the nodes without an example, and those that read one of another layout than before, on examples."""
     fake_mode = next(
         n.meta["example_value"].fake_mode
         for n in graph.nodes
         if isinstance(n.meta.get("example_value"), torch._subclasses.FakeTensor)
     )
     fresh = fake_mode.shape_env.ignore_fresh_unbacked_symbols() if fake_mode.shape_env else contextlib.nullcontext()
+    changed: set[fx.Node] = set()
     with torch.no_grad(), enable_python_dispatcher(), fresh, fake_mode:
         for node in graph.nodes:
-            is_call = node.op in ("call_function", "call_method")
-            if not is_call or isinstance(node.target, torch._ops.HigherOrderOperator):
+            if node.op not in ("call_function", "call_method"):
                 continue
-            if free_unbacked_symbols(node.meta.get("example_value")):
+            before = node.meta.get("example_value")
+            is_new = node.target is torch.nn.functional.linear and "example_value" not in node.meta
+            if not is_new and changed.isdisjoint(node.all_input_nodes):
                 continue
-            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta.get("example_value"))
-            target = getattr(args[0], node.target) if node.op == "call_method" else node.target
-            node.meta["example_value"] = target(*(args[1:] if node.op == "call_method" else args), **kwargs)
+            if isinstance(node.target, torch._ops.HigherOrderOperator) or free_unbacked_symbols(before):
+                continue
+            node.meta["example_value"] = _run_on_examples(node)
+            if is_new or _layouts(before) != _layouts(node.meta["example_value"]):
+                changed.add(node)
+
+
+def _run_on_examples(node: fx.Node) -> Any:
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta.get("example_value"))
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def _layouts(value: Any) -> list[Any]:
+    """Sizes, strides and dtypes of the tensors in `value`, as expressions: comparing those decides no symbolic size."""
+    return [
+        (leaf.dtype, *(_expression(n) for n in (*leaf.shape, *leaf.stride(), leaf.storage_offset())))
+        for leaf in tree_leaves(value)
+        if isinstance(leaf, torch.Tensor)
+    ]
+
+
+def _expression(number: Any) -> Any:
+    return number.node.expr if isinstance(number, torch.SymInt) else number
