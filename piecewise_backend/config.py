@@ -64,6 +64,9 @@ class Options:
     """Padded sizes of the dynamic dimension; None: 1, 2, 4, then steps of 8 to 256, of 16 to 512."""
     decode_capture_sizes: tuple[int, ...] | None = None
     """The same for uniform decode batches of a runner; None: as `capture_sizes`."""
+    graph_memory_budget: int | None = None
+    """Bytes that the graphs of a runner may take, estimated from a few of them; sizes that save the least padding are
+    left out. None: no limit."""
     strict_minimum: bool = False
     """Let the weakest attention backend decide what is recorded for all of them, instead of group by group."""
     capture_after: int = 2
@@ -105,6 +108,9 @@ class Options:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ValueError(f"option {name!r} must be an integer of at least {least}, got {value!r}")
+        budget = self.graph_memory_budget
+        if budget is not None and (not isinstance(budget, int) or isinstance(budget, bool) or budget < 0):
+            raise ValueError(f"option 'graph_memory_budget' must be a number of bytes or None, got {budget!r}")
         waste = self.max_padding_waste
         if not isinstance(waste, int | float) or not 0 <= waste <= 1:
             raise ValueError(f"option 'max_padding_waste' is a share from 0 to 1, got {waste!r}")

@@ -56,6 +56,8 @@ class ReasonCode(enum.StrEnum):
     """Memory ran out while recording a size; that size alone is dropped."""
     NOT_ON_ALL_RANKS = "not_on_all_ranks"
     """A size was not captured on every data-parallel rank, so no rank uses it."""
+    GRAPH_MEMORY_BUDGET = "graph_memory_budget"
+    """A size was left out, since all graphs together would take more memory than they may."""
     PREEMPTED = "preempted"
     """A request gave its blocks back and is computed again later."""
     REQUEST_REFUSED = "request_refused"

@@ -82,6 +82,8 @@ class Report:
     speculation: SpeculationReport | None = None
     draft: Report | None = None
     """Of the draft model, which has a program and captures of its own."""
+    estimated_graph_bytes: int = 0
+    """What all graphs were expected to take, told from the first few; 0 for a plain call, which captures as it goes."""
     uncaptured_runs: int = 0
     """Calls that ran the compiled pieces without graphs."""
     reasons: Reasons = field(default_factory=Reasons)
@@ -113,7 +115,8 @@ class Report:
         seconds = sum(s.seconds for s in self.sizes)
         memory = sum(s.memory_bytes for s in self.sizes)
         dropped = f", besides {len(self.dropped)} given up" if self.dropped else ""
-        yield "captures", f"{self.num_captures} in {seconds:.2f} s, {memory / 2**20:.1f} MiB{dropped}"
+        expected = f" (estimated {self.estimated_graph_bytes / 2**20:.1f})" if self.estimated_graph_bytes else ""
+        yield "captures", f"{self.num_captures} in {seconds:.2f} s, {memory / 2**20:.1f} MiB{expected}{dropped}"
         yield "replays", f"{self.num_replays}, besides {self.uncaptured_runs} runs without graphs"
         if (spec := self.speculation) is not None:
             counts = f"{spec.accepted} of {spec.proposed} guesses accepted ({spec.acceptance_rate:.0%})"

@@ -10,6 +10,7 @@ from typing import Any
 from rich.progress import Progress
 
 from attention.base import UncapturableMetadata
+from piecewise_backend.cudagraph.budget import choose_probes, drop_to_fit, estimate_bytes
 from piecewise_backend.cudagraph.capture import CapturedProgram, capture_session, failure_reason
 from piecewise_backend.cudagraph.dispatch import Dispatcher
 from piecewise_backend.cudagraph.fingerprint import check_all
@@ -33,18 +34,50 @@ class CudaGraphManager:
         self._captured: dict[BatchDescriptor, tuple[CapturedProgram, SizeReport]] = {}
         self._dispatcher = Dispatcher(())
 
-    def capture(self, descriptors: Sequence[BatchDescriptor], create_forward_fn: CreateForwardFn) -> None:
-        """Record every descriptor, in the order given (largest first, so smaller ones reuse its memory).
+    def capture(
+        self,
+        descriptors: Sequence[BatchDescriptor],
+        create_forward_fn: CreateForwardFn,
+        memory_budget: int | None = None,
+    ) -> None:
+        """Record every descriptor; they come largest first, so that smaller ones reuse the memory of larger ones.
 
-        Fresh metadata is built for warm-up and again for the recording. A size that fails is dropped alone.
+        Fresh metadata is built for warm-up and again for the recording. A size that fails is dropped alone. A few are
+        captured first, to estimate what all take; where that is more than `memory_budget` bytes, sizes that save the
+        least padding are left out.
         """
         if self.recorder is None or not descriptors:
             return
+        probes = choose_probes(descriptors)
+        rest = [d for d in descriptors if d not in probes]
         with capture_session(self.recorder), Progress(transient=True, disable=not _on_terminal()) as progress:
-            for descriptor in progress.track(descriptors, description="capturing graphs"):
+            for descriptor in progress.track(probes, description="capturing graphs"):
+                self._capture_one(descriptor, create_forward_fn)
+            rest = self._within_budget(rest, memory_budget)
+            for descriptor in progress.track(rest, description="capturing graphs"):
                 self._capture_one(descriptor, create_forward_fn)
         self._dispatcher = Dispatcher(self._captured)
         logger.info("captured %d of %d variants", len(self._captured), len(descriptors))
+
+    def _within_budget(self, rest: list[BatchDescriptor], memory_budget: int | None) -> list[BatchDescriptor]:
+        """Those of `rest` that fit beside what is captured; the others are noted in the report."""
+        measured = {descriptor: size.memory_bytes for descriptor, (_, size) in self._captured.items()}
+        taken, expected = sum(measured.values()), estimate_bytes(rest, measured)
+        dropped = []
+        if memory_budget is not None:
+            dropped = drop_to_fit(rest, measured, expected, memory_budget - taken)
+        kept = [d for d in rest if d not in dropped]
+        self.report.estimated_graph_bytes += round(taken + sum(expected[d] for d in kept))
+        for descriptor in dropped:
+            self.report.reasons.add(
+                Reason(
+                    ReasonCode.GRAPH_MEMORY_BUDGET,
+                    str(descriptor),
+                    f"left out: all graphs would take about {(taken + sum(expected.values())) / 2**20:.0f} MiB",
+                    "raise options={'graph_memory_budget': bytes}, or list fewer capture_sizes",
+                )
+            )
+        return kept
 
     def _capture_one(self, descriptor: BatchDescriptor, create_forward_fn: CreateForwardFn) -> None:
         try:

@@ -109,7 +109,8 @@ class ModelRunner:
             self.report.reasons.extend((*refused, *passed_over))
             self.manager = CudaGraphManager(choose_recorder(self.options, self.device, self.report), self.report)
             try:
-                self.manager.capture(self.resolved.descriptors(self.config.max_num_reqs), self.create_forward_fn)
+                descriptors = self.resolved.descriptors(self.config.max_num_reqs)
+                self.manager.capture(descriptors, self.create_forward_fn, self.options.graph_memory_budget)
                 break
             except GroupNotCapturable as refusal:
                 refused.append(self._lower_support(refusal))

@@ -44,3 +44,12 @@ def test_the_report_gives_time_and_memory_of_every_size() -> None:
     assert all(size.seconds > 0 for size in report.sizes)
     assert sum(size.memory_bytes for size in report.sizes) > 0
     assert all(size.memory_bytes >= 0 for size in report.sizes)
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("mode", ["PIECEWISE", "FULL_AND_PIECEWISE"])
+def test_the_memory_of_all_graphs_is_estimated_from_a_few(mode: str) -> None:
+    """R19."""
+    report = make_cuda_runner(mode, TinyDecoder(num_layers=8), max_num_tokens=512, max_num_reqs=256).report
+    measured = sum(size.memory_bytes for size in report.sizes)
+    assert abs(report.estimated_graph_bytes - measured) <= 0.2 * measured + (64 << 20)
