@@ -31,7 +31,7 @@ from piecewise_backend.padding import SavedState, says_nothing, why_padding_matt
 from piecewise_backend.program import Program
 from piecewise_backend.reasons import Reason, ReasonCode
 from piecewise_backend.report import Report, SizeReport
-from piecewise_backend.static_inputs import StaticInputs, StaticMemory, padding_rule
+from piecewise_backend.static_inputs import StaticInputs, StaticMemory, padding_rule, plain_name, unused_padding
 from piecewise_backend.variants import (
     Bound,
     Target,
@@ -74,6 +74,10 @@ class PlainCaller:
         self._moving = [i for i in self._pinned if not inputs[i].is_static]
         self.copied = [i for i in self._tensors if i not in self._pinned]
         self.rules = [padding_rule(options.padding, g.name, g.fake) for g in inputs]
+        for name in unused_padding(options.padding, (g.name for g in inputs)):
+            known = ", ".join(repr(plain_name(inputs[i].name)) for i in self._tensors if not inputs[i].is_static)
+            hint = f"this graph's inputs are {known}"
+            self._note(ReasonCode.PADDING_UNUSED, f"padding of {name!r}", "there is no such input", hint)
         self._written = written_storages(program)
         # Operators that are given real rows break padded graphs, but may be recorded where every row is real.
         self._records_more_exactly = self.mode.decode is CUDAGraphMode.FULL and any(

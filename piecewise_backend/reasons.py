@@ -40,6 +40,8 @@ class ReasonCode(enum.StrEnum):
     """Inputs share memory in another pattern than when the graph was traced; run uncompiled."""
     CROSS_ROW = "cross_row"
     """A real row depends on a padded row, so this size is captured exactly."""
+    PADDING_UNUSED = "padding_unused"
+    """A padding rule names an input that this graph does not have."""
     SEVERAL_DYNAMIC_DIMS = "several_dynamic_dims"
     """More than one independent dynamic dimension: sizes are captured exactly."""
     NOT_SEEN_TWICE = "not_seen_twice"
@@ -92,6 +94,7 @@ class FallbackError(RuntimeError):
 _NOT_FALLBACKS = frozenset(
     {
         ReasonCode.BACKEND_CHOSEN,
+        ReasonCode.PADDING_UNUSED,  # a model of several graphs has them one by one
         ReasonCode.PIECE_LAUNCHES_NOTHING,
         ReasonCode.NOT_SEEN_TWICE,
         ReasonCode.ARTIFACT_NOT_SAVED,

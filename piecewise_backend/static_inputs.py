@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -147,9 +147,20 @@ def padding_rule(padding: Any, name: str, fake: Any) -> str:
     if isinstance(padding, str):
         return padding
     for asked, rule in (padding or {}).items():
-        if name == asked or name.strip("_").removeprefix("l_") == asked:
+        if asked in (name, plain_name(name)):
             return rule
     return default_rule(fake) if isinstance(fake, torch.Tensor) else "leave"
+
+
+def plain_name(name: str) -> str:
+    """An input's name as the model has it: "x" of "l_x_"."""
+    return name.strip("_").removeprefix("l_")
+
+
+def unused_padding(padding: Any, names: Iterable[str]) -> list[str]:
+    """Names in `padding` that are no input's."""
+    known = {known for name in names for known in (name, plain_name(name))}
+    return [] if isinstance(padding, str) else [asked for asked in padding if asked not in known]
 
 
 def default_rule(fake: torch.Tensor) -> str:

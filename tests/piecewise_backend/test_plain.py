@@ -562,3 +562,11 @@ def test_a_batch_without_rows_is_right():
     compiled = Compiled(lambda x: x + 1, capture_sizes=(4,), max_padding_waste=1.0)
     for n in (3, 0, 3, 0):
         check(compiled, lambda x: x + 1, rows(n), dynamic=() if n == 0 else (0,))
+
+
+def test_a_padding_rule_for_an_input_that_does_not_exist_is_named_with_those_that_do():
+    compiled = Compiled(lambda x: F.relu(x) + 1, padding={"x": "zero", "z": "zero"})
+    compiled(rows(3))
+    reasons = [r for r, _ in compiled.report.reasons if r.code is ReasonCode.PADDING_UNUSED]
+    assert [r.subject for r in reasons] == ["padding of 'z'"]
+    assert reasons[0].hint == "this graph's inputs are 'x'"
