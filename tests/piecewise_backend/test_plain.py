@@ -262,7 +262,8 @@ def test_a_cache_that_its_owner_lets_go_is_not_kept_by_its_graphs():
         return x + cache[0], cache[1:]
 
     compiled = Compiled(model, capture_sizes=(4,))
-    compiled(rows(4), torch.zeros(3, 4))
+    another = torch.zeros(3, 4)  # alive, so that the next one lies elsewhere
+    compiled(rows(4), another)
     memory = np.zeros((3, 4), dtype=np.float32)
     alive = weakref.ref(memory)
     cache = torch.from_numpy(memory)
