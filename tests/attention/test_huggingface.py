@@ -1,6 +1,8 @@
 """Decoders of several families, tiny and random, against transformers' own generation."""
 
+import copy
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -158,3 +160,19 @@ def test_the_attention_function_without_a_cache_says_what_to_do() -> None:
     model.set_attn_implementation("mrv2")
     with pytest.raises(RuntimeError, match=r"wrap the model in attention\.huggingface\.PagedCausalLM"):
         model(input_ids=torch.tensor([[1, 2]]))
+
+
+def test_a_model_that_was_served_is_copied_and_saved_as_it_was(tmp_path: Path) -> None:
+    """Its linear layers were merged meanwhile, so weights lie side by side in one tensor."""
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL)).eval()
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    options = {"compiler": "eager", "recorder": "none", "cache": False}
+    LLM(model, device="cpu", options=options, max_num_tokens=32, max_num_reqs=2, max_model_len=64)
+    attention = model.model.layers[0].self_attn
+    assert attention.q_proj.weight.untyped_storage().data_ptr() == attention.k_proj.weight.untyped_storage().data_ptr()
+    copied = copy.deepcopy(model).state_dict()
+    model.save_pretrained(tmp_path)
+    saved = transformers.LlamaForCausalLM.from_pretrained(tmp_path).state_dict()
+    for name, weight in before.items():
+        assert torch.equal(copied[name], weight), name
+        assert torch.equal(saved[name], weight), name
