@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from piecewise_backend.runner import DataParallel
+from piecewise_backend.runner.data_parallel import StepFacts
 
 RANK = Path(__file__).with_name("rank.py")
 WORLD_SIZE = 4
@@ -58,3 +60,26 @@ def test_four_ranks_with_uneven_loads_decide_alike_and_get_the_right_tokens(tmp_
 def test_without_a_process_group_the_error_names_the_call_that_is_missing() -> None:
     with pytest.raises(RuntimeError, match="init_process_group"):
         DataParallel()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "agreed"),
+    [
+        ([(3, 3, 1), (5, 5, 1), (0, 0, None)], (5, 5, 1)),  # an idle rank keeps nobody from decode graphs
+        ([(4, 2, 2), (3, 3, 1)], (4, 3, None)),
+        ([(4, 4, 1), (17, 2, None)], (17, 4, None)),
+        ([(0, 0, None), (0, 0, None)], (0, 0, None)),
+    ],
+)
+def test_what_ranks_agree_on(
+    ranks: list[tuple[int, int, int | None]], agreed: tuple[int, int, int | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("is_initialized", True), ("get_rank", 0), ("get_world_size", len(ranks)), ("get_backend", "")):
+        monkeypatch.setattr(torch.distributed, name, lambda *_, _value=value: _value)
+
+    def gather(rows: torch.Tensor, row: torch.Tensor, group: object) -> None:
+        assert row.tolist() == [n or 0 for n in ranks[0]]
+        rows.copy_(torch.tensor([[n or 0 for n in rank] for rank in ranks]).flatten())
+
+    monkeypatch.setattr(torch.distributed, "all_gather_into_tensor", gather)
+    assert DataParallel().agree(StepFacts(*ranks[0])) == StepFacts(*agreed)

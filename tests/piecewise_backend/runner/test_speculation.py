@@ -150,3 +150,44 @@ def test_every_captured_variant_is_reached_by_some_batch() -> None:
     reached |= {runner.manager.dispatch(4 * n, n, 4) for n in range(1, 7)}
     assert set(runner.manager.captured) == reached
     assert {d.mode for d in reached} == {CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE}
+
+
+@pytest.mark.parametrize("k", [1, 3])
+def test_every_guess_is_what_the_draft_model_says_of_the_tokens_so_far(k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also after guesses were rejected, all were accepted, or the request was preempted."""
+    model = TinyDecoder()
+    draft = first_layers(model, 2)
+    seen: list[tuple[list[int], list[int]]] = []
+    propose = DraftModel.propose
+
+    def noting(self: DraftModel, requests: list[Request]) -> list[list[int]]:
+        guesses = propose(self, requests)
+        seen.extend((list(r.tokens(0, r.num_tokens)), g) for r, g in zip(requests, guesses, strict=True))
+        return guesses
+
+    monkeypatch.setattr(DraftModel, "propose", noting)
+    engine = Engine(make_runner(model=model, speculator=DraftModel(draft, k), num_blocks=8), vocab_size=VOCAB)
+    serve_at_random(engine, model, steps=60)
+    report = engine.runner.report
+    assert ReasonCode.PREEMPTED in report.reasons.codes()
+    assert 0 < report.speculation.acceptance_rate < 1
+    for tokens, guesses in seen:
+        assert guesses == oracle_greedy(draft, tokens, k)
+
+
+def test_tokens_that_nobody_guessed_are_run_before_the_next_guess() -> None:
+    """A loop of one's own may go on for several tokens without asking: what is cached is then as if all were new."""
+    model = TinyDecoder()
+    speculator, forgetful = (DraftModel(first_layers(model, 2), 3) for _ in range(2))
+    for each in (speculator, forgetful):
+        make_runner(model=model, speculator=each)
+    asked = Request("a", (1, 2, 3, 4), SamplingParams(), block_ids=[5, 0, 2], state_slot=1)
+    for new in ([9], [7, 7, 50], [3], [60, 61]):
+        asked.output_ids += new
+        forgetful.forget(asked)
+        assert speculator.propose([asked]) == forgetful.propose([asked])
+        for name, layer in speculator.runner.layers.items():
+            cached, expected = (
+                c[5, :, : asked.num_tokens] for c in (layer.kv_cache, forgetful.runner.layers[name].kv_cache)
+            )
+            torch.testing.assert_close(cached, expected, atol=1e-5, rtol=1e-4)
