@@ -28,13 +28,8 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from attention.backends.triton.backend import (
-    INTERPRETED,
-    LaunchPlan,
-    TritonAttentionImpl,
-    TritonMetadata,
-    TritonMetadataBuilder,
-)
+from attention.backends.triton.backend import INTERPRETED, TritonAttentionImpl
+from attention.backends.triton.plan import LaunchPlan, TritonMetadata, TritonMetadataBuilder
 from attention.metadata import CommonAttentionMetadata
 from attention.specs import AttentionSpec
 from benchmarks.record import RESULTS, write

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from piecewise_backend.cudagraph.modes import BatchDescriptor
+from piecewise_backend.runner.config import RunnerConfig
 
 NO_STATE_SLOT = -1
 """Of a request without per-request states, and of dummy requests: nothing is read or written."""
@@ -126,3 +127,21 @@ class InputBatch:
             for r, end in zip(self.requests, self.query_start_loc[1:], strict=True)
         )
         return np.concatenate(list(wanted)).astype(np.int64)
+
+    def check_limits(self, config: RunnerConfig, *, needs_state_slots: bool) -> None:
+        """ValueError for a batch beyond a runner's limits, or whose requests lack state slots where they need them."""
+        for what, got, allowed in (
+            ("tokens", self.num_tokens, config.max_num_tokens),
+            ("requests", self.num_reqs, config.max_num_reqs),
+            ("tokens in one sequence", self.max_seq_len, config.max_model_len),
+        ):
+            if got > allowed:
+                raise ValueError(
+                    f"a step of {got} {what} is beyond this runner's {allowed}; split it, or raise the limit"
+                )
+        slots = [r.state_slot for r in self.requests]
+        if needs_state_slots and (min(slots) < 0 or max(slots) >= config.max_num_reqs or len(set(slots)) < len(slots)):
+            raise ValueError(
+                f"this model keeps states per request, so each needs a state_slot of its own from 0 to "
+                f"{config.max_num_reqs - 1}, the same in all its steps; got {slots}"
+            )

@@ -130,7 +130,7 @@ class ModelRunner:
         the next step. ValueError for an empty batch or one beyond the runner's limits.
         """
         batch = InputBatch.make(requests)
-        self._check_limits(batch)
+        batch.check_limits(self.config, needs_state_slots=self.has_states)
         facts = StepFacts(batch.num_tokens, batch.num_reqs, batch.uniform_query_len)
         if self.data_parallel is not None:
             facts = self.data_parallel.agree(facts)
@@ -335,24 +335,6 @@ class ModelRunner:
                     "no captured size holds this batch",
                     "add a size to options={'capture_sizes': [...]}",
                 )
-            )
-
-    def _check_limits(self, batch: InputBatch) -> None:
-        config = self.config
-        for what, got, allowed in (
-            ("tokens", batch.num_tokens, config.max_num_tokens),
-            ("requests", batch.num_reqs, config.max_num_reqs),
-            ("tokens in one sequence", batch.max_seq_len, config.max_model_len),
-        ):
-            if got > allowed:
-                raise ValueError(
-                    f"a step of {got} {what} is beyond this runner's {allowed}; split it, or raise the limit"
-                )
-        slots = [r.state_slot for r in batch.requests]
-        if self.has_states and (min(slots) < 0 or max(slots) >= config.max_num_reqs or len(set(slots)) < len(slots)):
-            raise ValueError(
-                f"this model keeps states per request, so each needs a state_slot of its own from 0 to "
-                f"{config.max_num_reqs - 1}, the same in all its steps; got {slots}"
             )
 
 

@@ -216,7 +216,7 @@ def test_triton_splits_the_keys_of_small_batches_and_never_past_its_workspace() 
 def test_triton_remembers_a_bounded_number_of_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = padded_batch("triton", SPEC, [(1, 200)])
     builder, _ = make("triton", SPEC, batch)
-    monkeypatch.setattr("attention.backends.triton.backend._MAX_PLANS", 3)
+    monkeypatch.setattr("attention.backends.triton.plan._MAX_PLANS", 3)
 
     def plan(num_reqs: int, max_seq_len: int = 200) -> Any:
         return builder.plan(num_tokens=num_reqs, num_reqs=num_reqs, max_query_len=1, max_seq_len=max_seq_len)
