@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,8 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from attention.backends.kv_compressor import KVCompressorBackend
-from attention.base import AttentionCGSupport
 from attention.specs import KVCompressorSpec
 from tests.attention.oracle import TOLERANCE
 from tests.attention.serving import (
@@ -220,20 +217,3 @@ def test_the_kernel_says_which_tensor_has_a_strided_last_dimension() -> None:
     compressor.kv_rows = compressor.kv_rows.T.contiguous().T
     with pytest.raises(ValueError, match=r"contiguous last dimensions.*'kv': \(1, "):
         compressor.run()
-
-
-SPEC = KVCompressorSpec(dim=24, ratio=4, block_size=8, dtype=torch.float32)
-
-
-def test_the_backend_hands_the_runners_buffers_on_and_is_recordable_for_every_batch() -> None:
-    batch = Batch(SIZES)
-    batch.load([Chunk(sequence=0, start=0, length=3, right=3, slot=0)])
-    builder = KVCompressorBackend.get_builder_cls()(
-        SPEC, max_num_reqs=4, max_num_tokens=36, max_model_len=40, device=torch.device("cpu")
-    )
-    common = batch.common()
-    metadata = builder.build(common, for_capture=True)
-    assert all(getattr(metadata, f.name) is getattr(common, f.name) for f in dataclasses.fields(metadata))
-    assert builder.get_cudagraph_support() is AttentionCGSupport.ALWAYS
-    assert KVCompressorBackend.get_impl_cls() is None
-    assert KVCompressorBackend.unsupported_reason(SPEC, torch.device("cpu")) is None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,8 +10,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from attention.backends.short_conv import ShortConvBackend
-from attention.base import AttentionCGSupport
 from attention.layers import ShortConv
 from attention.specs import ShortConvSpec
 from tests.attention.oracle import TOLERANCE
@@ -201,26 +198,3 @@ def test_the_kernel_says_which_tensor_has_a_strided_last_dimension() -> None:
     conv.x = conv.x.T.contiguous().T
     with pytest.raises(ValueError, match=r"contiguous last dimensions.*x \(1, "):
         conv.run()
-
-
-SPEC = ShortConvSpec(dim=24, kernel_size=4, block_size=8, dtype=torch.float32)
-
-
-def test_the_backend_hands_the_runners_buffers_on_and_is_recordable_for_every_batch() -> None:
-    batch = Batch(SIZES)
-    batch.load([Chunk(sequence=0, start=0, length=3, right=3, slot=0)])
-    builder = ShortConvBackend.get_builder_cls()(
-        SPEC, max_num_reqs=4, max_num_tokens=36, max_model_len=40, device=torch.device("cpu")
-    )
-    common = batch.common()
-    metadata = builder.build(common, for_capture=True)
-    assert all(getattr(metadata, f.name) is getattr(common, f.name) for f in dataclasses.fields(metadata))
-    assert builder.get_cudagraph_support() is AttentionCGSupport.ALWAYS
-    assert ShortConvBackend.get_impl_cls() is None
-
-
-def test_the_backend_runs_on_the_cpu_and_says_why_not_elsewhere() -> None:
-    assert ShortConvBackend.unsupported_reason(SPEC, torch.device("cpu")) is None
-    assert "not on 'meta'" in (ShortConvBackend.unsupported_reason(SPEC, torch.device("meta")) or "")
-    skip_without_interpreter()
-    assert "interpreter is on" in (ShortConvBackend.unsupported_reason(SPEC, torch.device("cuda")) or "")
