@@ -32,6 +32,7 @@ _library.define(
 )
 _library.define("write_kv_cache(Tensor key, Tensor value, Tensor(a!) kv_cache, Tensor slot_mapping) -> ()")
 _library.define("write_cache(Tensor value, Tensor(a!) cache, Tensor slot_mapping) -> ()")
+_library.define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
 _library.define(
     f"short_conv(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) conv_state, {_REQUESTS}, bool silu) -> Tensor"
 )
@@ -105,7 +106,7 @@ def _late(module: str, function: str) -> Callable[..., Any]:
     """`module.function`, imported on the first call: kernels need Triton, which not every machine has."""
 
     def call(*args: Any) -> Any:
-        return getattr(importlib.import_module(f"attention.backends.{module}"), function)(*args)
+        return getattr(importlib.import_module(f"attention.{module}"), function)(*args)
 
     return call
 
@@ -118,6 +119,10 @@ def _short_conv_fake(x: torch.Tensor, *_: object) -> torch.Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
+def _linear_fake(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return x.new_empty(*x.shape[:-1], weight.shape[0])
+
+
 def _implement(name: str, fake: Callable[..., Any], *, cpu: Callable[..., Any], cuda: Callable[..., Any]) -> None:
     for key, function in (("CPU", cpu), ("CUDA", cuda), ("Meta", fake)):
         _library.impl(name, function, key)
@@ -127,19 +132,20 @@ _implement("attention", _nothing, cpu=_attention, cuda=_attention)
 _implement("compressed_attention", _nothing, cpu=_compressed_attention, cuda=_compressed_attention)
 _implement("linear_attention", _nothing, cpu=_linear_attention, cuda=_linear_attention)
 # Boolean selection synchronises on a GPU, so there a kernel decides row by row.
-_implement("write_kv_cache", _nothing, cpu=_write_kv_cache_torch, cuda=_late("triton.write", "write_kv_cache"))
-_implement("write_cache", _nothing, cpu=_write_cache_torch, cuda=_late("triton.write", "write_cache"))
+_implement("write_kv_cache", _nothing, cpu=_write_kv_cache_torch, cuda=_late("backends.triton.write", "write_kv_cache"))
+_implement("write_cache", _nothing, cpu=_write_cache_torch, cuda=_late("backends.triton.write", "write_cache"))
+_implement("linear", _linear_fake, cpu=torch.nn.functional.linear, cuda=_late("kernels.linear", "linear"))
 _implement(
     "short_conv",
     _short_conv_fake,
-    cpu=_late("short_conv.reference", "short_conv"),
-    cuda=_late("short_conv.kernels", "short_conv"),
+    cpu=_late("backends.short_conv.reference", "short_conv"),
+    cuda=_late("backends.short_conv.kernels", "short_conv"),
 )
 _implement(
     "compress_kv",
     _nothing,
-    cpu=_late("kv_compressor.reference", "compress_kv"),
-    cuda=_late("kv_compressor.kernels", "compress_kv"),
+    cpu=_late("backends.kv_compressor.reference", "compress_kv"),
+    cuda=_late("backends.kv_compressor.kernels", "compress_kv"),
 )
 
 attention = torch.ops.mrv2.attention
@@ -153,6 +159,8 @@ write_kv_cache = torch.ops.mrv2.write_kv_cache
 """write_kv_cache(key [T, num_kv_heads, d], value, kv_cache!, slot_mapping [>= T] int64): one token a slot, -1 none."""
 write_cache = torch.ops.mrv2.write_cache
 """write_cache(value [T, ...], cache! [num_blocks, block_size, ...], slot_mapping [>= T] int64)."""
+linear = torch.ops.mrv2.linear
+"""linear(x [..., K], weight [N, K], bias [N] or None) -> [..., N]: a kernel of our own where few rows are on a GPU."""
 short_conv = torch.ops.mrv2.short_conv
 """short_conv(x [T, dim], weight [dim, kernel_size], bias [dim] or None, conv_state!, token_request, query_start_loc,
 seq_lens, state_slots, silu) -> [T, dim]: see `ShortConv`."""

@@ -16,10 +16,10 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
-from attention.cache_writes import AS_PARTS
 from piecewise_backend.artifacts import ArtifactFolder, ArtifactUnreadable
 from piecewise_backend.breakpoints import target_names
 from piecewise_backend.environment import environment_text
+from piecewise_backend.lowering import LOWERINGS, lowered_for_gpu
 from piecewise_backend.names import unknown_name
 from piecewise_backend.reasons import Reason, ReasonCode, Reasons
 from piecewise_backend.structure import known_of_sizes, sizes_of
@@ -47,9 +47,6 @@ class CompiledPiece:
         """Whether the piece launches kernels that no dispatch mode sees."""
         return self.source in ("inductor", "disk")
 
-
-_PASSES = "cache writes fused 1"
-"""Part of every key: what is done to a piece before Inductor gets it. To be changed with what is done."""
 
 _in_process: dict[str, CompiledPiece] = {}
 
@@ -79,7 +76,7 @@ class PieceCompiler:
         if self._environment is None:
             check_compiler_options(self.compiler_options)
             self._environment = environment_text(self.compiler, self.compiler_options)
-        return hashlib.sha256(f"{self._environment}\n{_PASSES}\n{structure}".encode()).hexdigest()
+        return hashlib.sha256(f"{self._environment}\n{LOWERINGS}\n{structure}".encode()).hexdigest()
 
     def compile(self, module: fx.GraphModule, key: str) -> CompiledPiece:
         """The callable for `module`; `module` is not changed."""
@@ -123,7 +120,7 @@ class PieceCompiler:
         known = known_of_sizes(sizes)
         try:
             artifact = torch._inductor.standalone_compile(
-                _with_fused_cache_writes(module),
+                lowered_for_gpu(module, self.compiler_options),
                 _examples(module),
                 dynamic_shapes=_shapes_from(module),
                 options={"config_patches": self.compiler_options},
@@ -179,10 +176,6 @@ class PieceCompiler:
 _FAST = {"coordinate_descent_tuning": True, "triton.enable_pdl": True, "assert_indirect_indexing": False}
 
 
-SMALL_BATCH_OPTIONS = {"max_autotune_gemm": True}
-"""On top of those, for pieces that only small batches run: matrix products are then chosen by measuring."""
-
-
 def fast_options() -> dict[str, Any]:
     """Inductor's options behind `fast_pieces`, those that this torch has."""
     import torch._inductor.config as inductor_config
@@ -207,22 +200,6 @@ def check_compiler_options(options: Mapping[str, Any]) -> None:
                 "compiler option 'triton.cudagraphs' would record graphs inside the pieces that are recorded here; "
                 "leave it out: options={'mode': 'FULL_AND_PIECEWISE'} records the whole model"
             )
-
-
-def _with_fused_cache_writes(module: fx.GraphModule) -> fx.GraphModule:
-    """On a GPU: a copy whose cache writes Inductor sees through, and so fuses with what makes keys and values.
-
-    before: mrv2.write_kv_cache(k, v, kv_cache, slots)     after: kv_cache[slots // n, [0, 1], slots % n] = [k, v]
-    """
-    examples = (n.meta.get("example_value") for n in module.graph.nodes if n.op == "placeholder")
-    if not any(isinstance(e, torch.Tensor) and e.device.type == "cuda" for e in examples):
-        return module
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(module.graph, {}))
-    for node in graph.nodes:
-        names = target_names(node.target) if node.op == "call_function" else ()
-        node.target = next((AS_PARTS[name] for name in names if name in AS_PARTS), node.target)
-    return fx.GraphModule(module, graph)
 
 
 def _operator_name(module: fx.GraphModule) -> str:

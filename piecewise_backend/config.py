@@ -50,9 +50,8 @@ class Options:
     compiler: Compiler = "inductor"
     """What compiles the pieces."""
     fast_pieces: bool = False
-    """Have Inductor search longer for faster kernels, overlap the start of each with the end of the one before
-    (programmatic dependent launch, on GPUs and with torch versions that have it), and compile a runner's model anew for
-    small batches. `compiler_options` go on top."""
+    """Have Inductor search longer for faster kernels, and overlap the start of each with the end of the one before
+    (programmatic dependent launch, on GPUs and with torch versions that have it). `compiler_options` go on top."""
     merge_linears: bool = True
     """A runner's model only: make linear layers that read the same tensor one matrix product. Their weights become
     views of one tensor."""

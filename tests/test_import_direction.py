@@ -27,6 +27,7 @@ LAYER = {
     "environment": 1,
     "source_lines": 1,
     "artifacts": 1,
+    "lowering": 1,
     "compile": 1,
     "facts": 1,
     "cudagraph": 1,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,6 @@ from attention.groups import AttentionCGSupportInfo, AttentionGroup, init_attn_b
 from attention.kv_cache import allocate_caches, block_bytes, state_bytes
 from attention.layers import cached_layers
 from piecewise_backend.backend import choose_recorder
-from piecewise_backend.compile import SMALL_BATCH_OPTIONS
 from piecewise_backend.config import Options
 from piecewise_backend.cudagraph.capture import CapturedProgram, Step
 from piecewise_backend.cudagraph.manager import CudaGraphManager
@@ -38,8 +37,6 @@ logger = logging.getLogger(__name__)
 
 _CPU_CACHE_BYTES = 2 << 30
 _GPU_CACHE_SHARE = 0.85
-_SMALL_BATCH = 32
-"""Tokens up to which `fast_pieces` compiles pieces of their own."""
 
 
 class ModelRunner:
@@ -55,8 +52,6 @@ class ModelRunner:
     resolved: ResolvedCudagraphs
     state: ModelState
     bound: BoundProgram
-    bound_small: BoundProgram | None
-    """Compiled anew for small batches, where `fast_pieces` asks for it."""
     manager: CudaGraphManager
 
     def __init__(
@@ -102,8 +97,7 @@ class ModelRunner:
         refused: list[Reason] = []
         while True:
             self.resolved = self._resolve()
-            self.bound = self._trace(self.config.max_num_tokens - 1)
-            self.bound_small = self._trace_for_small_batches()
+            self.bound = self._trace()
             self.report = self.bound.report
             report_start(self.report, type(self.model).__name__, self.resolved, self.groups)
             self.report.reasons.extend((*refused, *passed_over))
@@ -212,7 +206,7 @@ class ModelRunner:
         def forward() -> CapturedProgram | None:
             with torch.no_grad(), set_forward_context(context):
                 if warmup:
-                    bound.program.run(args)
+                    bound.program.warm_up(args, self._kernels_of)
                     return None
                 assert self.manager.recorder is not None
                 captured = bound.program.capture(
@@ -224,6 +218,10 @@ class ModelRunner:
             return dataclasses.replace(captured, fingerprints=self.state.fingerprints(metadata, recorded_layers))
 
         return forward
+
+    def _kernels_of(self, step: Step) -> object:
+        """Equal for operators that launch the same kernels; None for one of which nothing is known."""
+        return self.impls.get(step.layer) if step.layer is not None else None
 
     # Start-up's parts.
 
@@ -270,27 +268,18 @@ class ModelRunner:
             strict_minimum=options.strict_minimum,
         )
 
-    def _trace_for_small_batches(self) -> BoundProgram | None:
-        """Kernels are chosen for the size that was traced, and what is best for many rows is not for a few."""
-        if not self.options.fast_pieces or self.config.max_num_tokens <= _SMALL_BATCH:
-            return None
-        return self._trace(_SMALL_BATCH // 2, SMALL_BATCH_OPTIONS)
-
     def _program_for(self, descriptor: BatchDescriptor) -> BoundProgram:
         """What a variant is recorded of. In uniform decode logits are wanted for every row, so they are part of it."""
-        is_small = self.bound_small is not None and descriptor.num_tokens <= _SMALL_BATCH
-        bound = self.bound_small if is_small and self.bound_small is not None else self.bound
         if descriptor.mode is not CUDAGraphMode.FULL or descriptor.uniform_query_len is None:
-            return bound
-        return dataclasses.replace(bound, program=followed(bound.program, self.compute_logits, "logits"))
+            return self.bound
+        return dataclasses.replace(self.bound, program=followed(self.bound.program, self.compute_logits, "logits"))
 
-    def _trace(self, num_tokens: int, compiler_options: Mapping[str, Any] | None = None) -> BoundProgram:
+    def _trace(self) -> BoundProgram:
         options = dataclasses.replace(
             self.options,
             splitting_ops=(*self.options.splitting_ops, *self.resolved.splitting_ops),
-            compiler_options={**(compiler_options or {}), **self.options.compiler_options},
         )
-        num_tokens = max(2, num_tokens)
+        num_tokens = max(2, self.config.max_num_tokens - 1)
         model = WithNewestTokens(self.model, self.buffers)
         return trace(model, (self.buffers.input_ids.gpu, self.buffers.positions.gpu), num_tokens, options)
 

@@ -17,6 +17,7 @@ from attention.backends.triton.tiles import (
     padded_head_size,
 )
 from attention.base import AttentionBackend, AttentionImpl
+from attention.kernels.overlap import overlap_constants
 from attention.specs import AttentionSpec
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
@@ -85,7 +86,8 @@ class TritonAttentionImpl(AttentionImpl[TritonMetadata]):
             table.stride(0),
         )
         grid = (plan.num_query_blocks, self.spec.num_kv_heads, plan.num_splits)
-        return attention_kernel, grid, arguments, {**self.constants, **_attention_constants(plan, self.spec)}
+        constants = {**self.constants, **_attention_constants(plan, self.spec), **overlap_constants(query.device)}
+        return attention_kernel, grid, arguments, constants
 
     def _merge(self, metadata: TritonMetadata, out: torch.Tensor) -> Launch:
         plan = metadata.plan

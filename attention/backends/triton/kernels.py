@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
@@ -176,6 +177,7 @@ def attention_kernel(
     MERGE: tl.constexpr,
     MERGE_ROWS: tl.constexpr,
     MERGE_SPLITS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Program (query block, KV head, split): BLOCK_Q tokens of one request, all query heads of one KV head.
 
@@ -192,6 +194,10 @@ def attention_kernel(
     request, first, end = find_query_block(block, query_start_loc, num_reqs, BLOCK_Q, ONE_BLOCK)
     # Before the branch: its latency is that of the loads which the branch waits for.
     seq_len = tl.load(seq_lens + request)
+    if OVERLAP:
+        # What is loaded above was there before the kernel that makes the query: see attention/kernels/overlap.py.
+        gdc_wait()
+        gdc_launch_dependents()
     if first >= end:
         return
     first_key, key_end = visible_keys(first, end, seq_len, BLOCK_Q, WINDOW)

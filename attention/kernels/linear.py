@@ -1,0 +1,88 @@
+"""`mrv2::linear` on a GPU: the library's matrix product, or for a few rows our own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+import triton
+
+from attention.kernels.few_rows import few_rows_kernel, one_row_kernel
+from attention.kernels.overlap import overlap_constants
+
+MAX_ROWS = 16
+"""Rows up to which our own kernels are faster than the library's."""
+_DTYPES = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tile:
+    """`columns` columns a program, `depth` of their weights at a time, in each of `slices`."""
+
+    columns: int
+    depth: int
+    num_warps: int
+    slices: int = 1
+    num_stages: int = 3
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """x [..., K] @ weight [N, K].T + bias [N] -> [..., N] contiguous; x and weight of one dtype, on a GPU."""
+    rows = x.numel() // max(1, x.shape[-1])
+    if not 0 < rows <= MAX_ROWS or not _fits(x, weight, bias):
+        return F.linear(x, weight, bias)
+    out = x.new_empty(*x.shape[:-1], weight.shape[0])
+    _launch(x.reshape(rows, -1).contiguous(), weight, bias, out)
+    return out
+
+
+def _fits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
+    """Whether the kernels are made for these: others are left to the library."""
+    alike = x.dtype == weight.dtype and (bias is None or (bias.dtype == x.dtype and bias.is_contiguous()))
+    aligned = weight.shape[1] % 8 == 0 and weight.data_ptr() % 16 == 0
+    return alike and aligned and x.dtype in _DTYPES and weight.is_contiguous()
+
+
+def _launch(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+    """x [M, K], M <= MAX_ROWS, into out, whose rows are those of x."""
+    (num_rows, depth), num_columns = x.shape, weight.shape[0]
+    tile = choose_tile(num_rows, num_columns, depth)
+    common = {
+        "BLOCK_N": tile.columns,
+        "BLOCK_K": tile.depth,
+        "HAS_BIAS": bias is not None,
+        "num_warps": tile.num_warps,
+        **overlap_constants(x.device),
+    }
+    grid = (triton.cdiv(num_columns, tile.columns),)
+    bias = weight if bias is None else bias  # an address that is not read
+    if num_rows == 1:
+        one_row_kernel[grid](x, weight, bias, out, num_columns, depth, **common)
+        return
+    few_rows_kernel[grid](
+        x,
+        weight,
+        bias,
+        out,
+        num_rows,
+        num_columns,
+        depth,
+        BLOCK_M=16 if num_rows <= 16 else 32,
+        SLICES=tile.slices,
+        STAGES=tile.num_stages,
+        **common,
+    )
+
+
+def choose_tile(num_rows: int, num_columns: int, depth: int) -> Tile:
+    """The tile for a product of this size: a table, since a recording must not autotune."""
+    if num_rows == 1:
+        if num_columns <= 1024:  # every multiprocessor gets a program, with all its loads under way at once
+            return Tile(columns=4, depth=2048, num_warps=8)
+        return Tile(columns=8, depth=512, num_warps=4) if depth <= 1024 else Tile(columns=4, depth=1024, num_warps=4)
+    if num_columns <= 1024:
+        return Tile(columns=16, depth=256, num_warps=4, slices=4)
+    if depth <= 1024:
+        return Tile(columns=16, depth=256, num_warps=2, slices=2)
+    return Tile(columns=8 if num_columns <= 4096 else 32, depth=256, num_warps=2, slices=2)

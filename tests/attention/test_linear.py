@@ -1,0 +1,69 @@
+"""Our matrix product for a few rows, in Triton's interpreter, against the library's."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from attention import ops
+
+linear = pytest.importorskip("attention.kernels.linear", reason="needs Triton")
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "num_columns", "depth", "bias"),
+    [
+        (1, 48, 64, False),
+        (1, 70, 2056, True),
+        (1, 1100, 1032, True),
+        (1, 1100, 72, False),
+        (2, 70, 72, True),
+        (7, 70, 1032, False),
+        (linear.MAX_ROWS, 1100, 72, True),
+        (3, 1100, 1032, False),
+        (5, 4100, 1032, True),
+    ],
+)
+def test_a_few_rows_are_multiplied_as_the_library_does(num_rows: int, num_columns: int, depth: int, bias: bool) -> None:
+    x = torch.randn(num_rows, depth).half()
+    weight = (torch.randn(num_columns, depth) / depth**0.5).half()
+    offset = torch.randn(num_columns).half() if bias else None
+    out = torch.full((num_rows, num_columns), torch.nan, dtype=torch.float16)
+    linear._launch(x, weight, offset, out)
+    expected = F.linear(x.float(), weight.float(), None if offset is None else offset.float())
+    torch.testing.assert_close(out.float(), expected, atol=4e-3, rtol=2e-3)
+
+
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_what_lies_beyond_the_matrix_is_never_read(num_rows: int) -> None:
+    beyond = torch.full((40, 72), torch.nan).half()
+    beyond[:33, :72] = torch.randn(33, 72).half()
+    weight, x = beyond[:33], torch.full((num_rows + 2, 72), torch.nan).half()
+    x[:num_rows] = torch.randn(num_rows, 72).half()
+    out = torch.empty(num_rows, 33, dtype=torch.float16)
+    linear._launch(x[:num_rows], weight, None, out)
+    torch.testing.assert_close(out.float(), x[:num_rows].float() @ weight.float().T, atol=4e-3 * 9, rtol=2e-3)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda x, w, b: (x.float(), w.float(), b.float()),
+        lambda x, w, b: (x, w.T.contiguous().T, b),
+        lambda x, w, b: (x[:, :63], w[:, :63].contiguous(), b),
+        lambda x, w, b: (x, w, torch.randn(64).half()[::2]),
+        lambda x, w, b: (x, torch.randn(32 * 64 + 1).half()[1:].view(32, 64), b),
+    ],
+    ids=["float32", "transposed weight", "odd depth", "strided bias", "unaligned weight"],
+)
+def test_operands_that_the_kernels_are_not_made_for_are_left_to_the_library(spoil) -> None:
+    operands = spoil(torch.randn(2, 64).half(), torch.randn(32, 64).half(), torch.randn(32).half())
+    assert not linear._fits(*operands)
+    torch.testing.assert_close(linear.linear(*operands), F.linear(*operands))
+
+
+def test_leading_dimensions_are_kept_and_no_rows_give_none() -> None:
+    weight = torch.randn(24, 16)
+    for shape in ((3, 2, 16), (0, 16), (16,)):
+        x = torch.randn(shape)
+        torch.testing.assert_close(ops.linear(x, weight, None), F.linear(x, weight))
+    assert linear.linear(torch.randn(0, 16).half(), weight.half(), None).shape == (0, 24)
