@@ -24,7 +24,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from torch._dynamo.utils import get_compilation_metrics
+from torch._dynamo.utils import compilation_time_metrics, get_compilation_metrics
 
 from attention.huggingface import PagedCausalLM
 from benchmarks import contenders as lib
@@ -103,6 +103,8 @@ def start(arguments: argparse.Namespace) -> dict[str, Any]:
         "phases": phases,
         "pieces": loop.llm.report.compiled,
         "captures": loop.llm.report.num_captures,
+        "torch_seconds": torch_seconds(),
+        "reasons": [f"{reason.code}: {reason}" for reason, _ in loop.llm.report.reasons],
         "check": compare(got, expected),
     }
 
@@ -114,6 +116,12 @@ def trace_seconds() -> float:
         known = dataclasses.asdict(metrics)
         total += (known.get("entire_frame_compile_time_s") or 0.0) - (known.get("backend_compile_time_s") or 0.0)
     return total
+
+
+def torch_seconds() -> dict[str, float]:
+    """Seconds of the longer phases that torch itself times in this process, nested ones counted in each."""
+    totals = {name: sum(times) for name, times in compilation_time_metrics.items()}
+    return {name: total for name, total in sorted(totals.items(), key=lambda row: -row[1]) if total > 0.1}
 
 
 def table(results: dict[str, Any]) -> str:

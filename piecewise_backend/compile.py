@@ -185,6 +185,16 @@ def fast_options() -> dict[str, Any]:
     return {k: v for k, v in _FAST.items() if k in known and (has_pdl or k != "triton.enable_pdl")}
 
 
+def start_compile_workers(compiler: str, device: torch.device) -> None:
+    """Have Inductor's processes for compiling kernels start now, in the background: they take seconds to come up, and
+    until they are there kernels are compiled one after another."""
+    if compiler == "inductor" and device.type == "cuda":
+        from torch._inductor import async_compile
+
+        if hasattr(async_compile, "maybe_warm_pool"):
+            async_compile.maybe_warm_pool()
+
+
 def check_compiler_options(options: Mapping[str, Any]) -> None:
     """ValueError for an option that Inductor does not have, or that would record graphs of its own."""
     if not options:

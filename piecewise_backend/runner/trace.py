@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from piecewise_backend.backend import compile_graph
+from piecewise_backend.compile import start_compile_workers
 from piecewise_backend.config import Options
 from piecewise_backend.cudagraph.rows import TokenDim
 from piecewise_backend.merge_linears import merge_linears
@@ -68,6 +69,7 @@ def trace(model: nn.Module, buffers: Sequence[torch.Tensor], num_tokens: int, op
 
         return first_call
 
+    start_compile_workers(options.compiler, buffers[0].device)
     views = [buffer[:num_tokens] for buffer in buffers]
     for view in views:
         torch._dynamo.mark_dynamic(view, 0)

@@ -14,13 +14,15 @@ linear = pytest.importorskip("attention.kernels.linear", reason="needs Triton")
     [
         (1, 48, 64, False),
         (1, 70, 2056, True),
-        (1, 1100, 1032, True),
-        (1, 1100, 72, False),
+        (1, 2100, 1032, True),
+        (1, 2100, 72, False),
         (2, 70, 72, True),
         (7, 70, 1032, False),
-        (linear.MAX_ROWS, 1100, 72, True),
-        (3, 1100, 1032, False),
+        (16, 2100, 72, True),
+        (3, 2100, 1032, False),
         (5, 4100, 1032, True),
+        (17, 70, 1032, True),
+        (linear.MAX_ROWS, 2100, 2056, False),
     ],
 )
 def test_a_few_rows_are_multiplied_as_the_library_does(num_rows: int, num_columns: int, depth: int, bias: bool) -> None:
@@ -28,7 +30,7 @@ def test_a_few_rows_are_multiplied_as_the_library_does(num_rows: int, num_column
     weight = (torch.randn(num_columns, depth) / depth**0.5).half()
     offset = torch.randn(num_columns).half() if bias else None
     out = torch.full((num_rows, num_columns), torch.nan, dtype=torch.float16)
-    linear._launch(x, weight, offset, out)
+    linear._launch(x, weight, offset, out, linear.choose_tile(num_rows, num_columns, depth))
     expected = F.linear(x.float(), weight.float(), None if offset is None else offset.float())
     torch.testing.assert_close(out.float(), expected, atol=4e-3, rtol=2e-3)
 
@@ -40,7 +42,7 @@ def test_what_lies_beyond_the_matrix_is_never_read(num_rows: int) -> None:
     weight, x = beyond[:33], torch.full((num_rows + 2, 72), torch.nan).half()
     x[:num_rows] = torch.randn(num_rows, 72).half()
     out = torch.empty(num_rows, 33, dtype=torch.float16)
-    linear._launch(x[:num_rows], weight, None, out)
+    linear._launch(x[:num_rows], weight, None, out, linear.choose_tile(num_rows, 33, 72))
     torch.testing.assert_close(out.float(), x[:num_rows].float() @ weight.float().T, atol=4e-3 * 9, rtol=2e-3)
 
 
