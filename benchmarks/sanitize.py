@@ -25,8 +25,8 @@ from benchmarks.record import RESULTS, write
 
 ROOT = Path(__file__).resolve().parents[1]
 FILES = ("test_backends.py", "test_like_ops.py", "test_linear_attention.py", "test_linear.py")
-# Of gigabytes, or of thousands of launches, each of which takes milliseconds here; and what records graphs, whose memory
-# only the caching allocator can hand out.
+# Of gigabytes, or of thousands of launches, each of which takes milliseconds here; and what records graphs, whose
+# memory only the caching allocator can hand out.
 LEFT_OUT = ("two_to_the_31", "thousand", "random_chunks", "14336", "6144", "recorded", "others", "whichever_split")
 
 

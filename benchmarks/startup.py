@@ -28,7 +28,7 @@ from torch._dynamo.utils import compilation_time_metrics, get_compilation_metric
 
 from attention.huggingface import PagedCausalLM
 from benchmarks import contenders as lib
-from benchmarks.capture import add_arguments, settings
+from benchmarks.capture import add_arguments, settings, summary
 from benchmarks.engine_loop import EngineLoop
 from benchmarks.logits_check import CHECK_PREFILL, CHECK_TOKENS, compare, expected_logits, make_prompts
 from benchmarks.record import write
@@ -103,6 +103,7 @@ def start(arguments: argparse.Namespace) -> dict[str, Any]:
         "phases": phases,
         "pieces": loop.llm.report.compiled,
         "captures": loop.llm.report.num_captures,
+        "kinds": summary(loop.llm.report)["kinds"],
         "torch_seconds": torch_seconds(),
         "reasons": [f"{reason.code}: {reason}" for reason, _ in loop.llm.report.reasons],
         "check": compare(got, expected),
