@@ -2,7 +2,7 @@
 
 PYTHON ?= python3
 VENV ?= .venv
-EXTRAS ?= dev,huggingface,notebooks,debug
+EXTRAS ?= dev,huggingface,notebooks,debug,docs
 PYTEST_ARGS ?= -n auto --maxprocesses=4 --dist loadfile --benchmark-disable
 
 BIN = $(VENV)/bin
@@ -12,18 +12,29 @@ INSTALLED = $(VENV)/.installed
 DEMO = mrv2 generate --model smollm2 --prompt "The capital of France is" --recorder emulated
 
 .DEFAULT_GOAL := test
-.PHONY: demo test lint format bench fuzz clean
+.PHONY: demo test browser docs lint format bench fuzz clean
 
 demo: $(INSTALLED)
 	$(BIN)/$(DEMO)
 
-test: lint
+test: lint docs browser
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# For the test of the report's page; without one, that test is skipped.
+browser: $(INSTALLED)
+	@$(BIN)/python -m tests.browser >/dev/null || { \
+	  test "$$(id -u)" = 0 && command -v apt-get >/dev/null && \
+	  apt-get update -q && apt-get install -yq --no-install-recommends chromium chromium-driver; } || \
+	  echo "The browser test will be skipped: there is no browser, and apt-get did not install one (it needs root)."
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy piecewise_backend attention
+
+# Needs no network. Warnings are errors: a link, a docstring or an option that does not exist.
+docs: $(INSTALLED)
+	$(BIN)/python -m sphinx -W --keep-going -n -q -b html docs build/docs
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .

@@ -23,11 +23,11 @@ import torch
 
 from attention.huggingface import PagedCausalLM
 from benchmarks import contenders as lib
-from benchmarks.engine_loop import EngineLoop, EngineSettings
-from benchmarks.logits_check import CHECK_PREFILL, CHECK_TOKENS, compare, expected_logits, make_prompts
 from benchmarks.record import RESULTS, write
 from benchmarks.shapes import SHAPES, build
-from piecewise_backend.report import Report
+from piecewise_backend.bench.engine_loop import EngineLoop, EngineSettings
+from piecewise_backend.bench.logits import CHECK_PREFILL, CHECK_TOKENS, compare, expected_logits, make_prompts
+from piecewise_backend.reporting.report import Report
 
 CHECK_BATCHES = (1, 7, 32)
 

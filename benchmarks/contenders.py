@@ -9,18 +9,19 @@ import json
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from attention.huggingface import PagedCausalLM
 from attention.registry import available_backends
-from benchmarks.engine_loop import EngineLoop, EngineSettings
-from benchmarks.transformers_loop import CompiledLoop, EagerLoop
+from piecewise_backend.bench.contenders import MODES, Contender, Skipped, all_right
+from piecewise_backend.bench.engine_loop import EngineLoop, EngineSettings
+from piecewise_backend.bench.rounds import synchronize
+from piecewise_backend.bench.transformers_loop import CompiledLoop, EagerLoop
 
-MODES = ("NONE", "PIECEWISE", "FULL", "FULL_AND_PIECEWISE")
 PLAIN: dict[str, Callable[[Any], Any]] = {
     "eager": EagerLoop,
     "inductor": lambda model: CompiledLoop(model, "default"),
@@ -28,21 +29,7 @@ PLAIN: dict[str, Callable[[Any], Any]] = {
 }
 NAMES = (*PLAIN, *MODES, "vllm")
 
-
-class Contender(Protocol):
-    """What decodes and prefills; `EagerLoop` describes each method."""
-
-    def begin(self, num_reqs: int, max_len: int) -> None: ...
-    def forced_logits(self, prompts: torch.Tensor, num_prefill: int) -> torch.Tensor: ...
-    def prefill(self, prompts: torch.Tensor, new_tokens: int) -> None: ...
-    def step(self) -> int: ...
-    def finish(self) -> None: ...
-    def prefill_step(self, prompts: torch.Tensor) -> Callable[[], torch.Tensor]: ...
-    def facts(self) -> dict[str, Any]: ...
-
-
-class Skipped(Exception):
-    """A contender that cannot run here; the message says why."""
+__all__ = ["MODES", "Contender", "Skipped", "all_right", "synchronize"]  # what scripts use of the package's own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,26 +128,6 @@ def _give_memory_back() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-
-
-def synchronize() -> None:
-    """Wait for the device."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
-def all_right(contenders: dict[str, dict[str, Any]]) -> bool:
-    """Whether nothing failed and every output was right."""
-    checks = [check for record in contenders.values() for check in _checks(record)]
-    return all(check["passed"] for check in checks) and not any("error" in record for record in contenders.values())
-
-
-def _checks(record: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    for value in record.values():
-        if isinstance(value, dict):
-            if "passed" in value:
-                yield value
-            yield from _checks(value)
 
 
 def _why_no_vllm() -> str:

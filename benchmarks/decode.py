@@ -26,12 +26,12 @@ import torch
 
 from benchmarks import contenders as lib
 from benchmarks.decode_table import REFERENCE, table
-from benchmarks.engine_loop import EngineLoop, EngineSettings, prefill_steps
 from benchmarks.floor import copy_rate, floors_ms
 from benchmarks.kernel_times import profile_steps
-from benchmarks.logits_check import CHECK_PREFILL, CHECK_TOKENS, compare, expected_logits, make_prompts
 from benchmarks.record import RESULTS, write
 from benchmarks.shapes import SHAPES, build
+from piecewise_backend.bench.engine_loop import EngineLoop, EngineSettings, prefill_steps
+from piecewise_backend.bench.logits import CHECK_PREFILL, CHECK_TOKENS, compare, expected_logits, make_prompts
 
 PROFILED_STEPS = 5
 

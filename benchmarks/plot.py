@@ -16,15 +16,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import matplotlib
-
 from benchmarks.decode_table import REFERENCE_BATCHES
+from piecewise_backend.bench.plot import PLAIN, draw_bars, new_panels, save
 
-matplotlib.use("Agg")
-from matplotlib import pyplot
-from matplotlib.axes import Axes
-
-PLAIN, ELSEWHERE = "#9a9a9a", "#d2d2d2"
+ELSEWHERE = "#d2d2d2"
 BACKENDS = {"triton": "#2f6db5", "flashinfer": "#1d9a7a", "torch": "#7a5ab5"}
 
 
@@ -78,38 +73,18 @@ def bars(results: dict[str, Any]) -> dict[str, dict[str, float]]:
 def draw(results: dict[str, Any], out: Path) -> None:
     """Write the picture."""
     found, floors = bars(results), results["floor_ms"]
-    height = 1.6 + 0.3 * len(found)
-    figure, panels = pyplot.subplots(
-        1, len(floors), figsize=(3.4 + 2.6 * len(floors), height), sharey=True, squeeze=False, layout="constrained"
-    )
-    for panel, (batch, floor) in zip(panels[0], floors.items(), strict=True):
-        draw_panel(panel, found, batch, floor)
+    colors = {label: _color(label) for label in found}
+    figure, panels = new_panels(len(floors), len(found), width=(3.4, 2.6))
+    for panel, (batch, floor) in zip(panels, floors.items(), strict=True):
+        times = {label: by_batch.get(batch, 0.0) for label, by_batch in found.items()}
+        draw_bars(panel, times, colors, f"batch {batch} (floor {floor:.2f})", floor)
     gpu = results["conditions"]["gpu"] or "CPU"
     figure.suptitle(f"Milliseconds per output token: {results['shape']}, context {results['context']}, {gpu}")
     notes = "dashed: memory floor"
     if results["reference"]:
         notes += "      † measured elsewhere, on the same kind of GPU; ranges at their middle"
     figure.supxlabel(notes, fontsize=8, color="#555555")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(out, dpi=160)
-    pyplot.close(figure)
-
-
-def draw_panel(panel: Axes, found: dict[str, dict[str, float]], batch: str, floor: float) -> None:
-    labels = list(found)
-    times = [found[label].get(batch, 0.0) for label in labels]
-    panel.barh(labels, times, color=[_color(label) for label in labels], height=0.72)
-    panel.axvline(floor, color="black", linestyle="--", linewidth=1)
-    longest = max([*times, floor])
-    for row, ms in enumerate(times):
-        if ms:
-            panel.text(ms + longest * 0.02, row, f"{ms:.2f}", va="center", fontsize=8)
-    panel.set_xlim(0, longest * 1.22)
-    panel.set_title(f"batch {batch} (floor {floor:.2f})", fontsize=10)
-    panel.tick_params(axis="y", length=0)
-    panel.spines[["top", "right"]].set_visible(False)
-    if not panel.yaxis_inverted():  # the panels share it
-        panel.invert_yaxis()
+    save(figure, out)
 
 
 def _label(name: str) -> str:

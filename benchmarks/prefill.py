@@ -22,10 +22,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from benchmarks import contenders as lib
-from benchmarks.engine_loop import EngineSettings
-from benchmarks.logits_check import compare, expected_logits, make_prompts
 from benchmarks.record import RESULTS, write
 from benchmarks.shapes import SHAPES, build
+from piecewise_backend.bench.engine_loop import EngineSettings
+from piecewise_backend.bench.logits import compare, expected_logits, make_prompts
 
 LARGEST_CAPTURE = 512
 

@@ -21,7 +21,7 @@ import torch
 from attention.huggingface import first_layers, load
 from benchmarks.record import RESULTS, write
 from benchmarks.smoke import make_prompts
-from piecewise_backend.report import Report
+from piecewise_backend.reporting.report import Report
 from piecewise_backend.runner import LLM, DraftModel, PromptLookup, SamplingParams, Speculator
 from tests.hybrid import all_caches, make_hybrid_runner, random_steps
 

@@ -29,10 +29,10 @@ from torch._dynamo.utils import compilation_time_metrics, get_compilation_metric
 from attention.huggingface import PagedCausalLM
 from benchmarks import contenders as lib
 from benchmarks.capture import add_arguments, settings, summary
-from benchmarks.engine_loop import EngineLoop
-from benchmarks.logits_check import CHECK_PREFILL, CHECK_TOKENS, compare, expected_logits, make_prompts
 from benchmarks.record import write
 from benchmarks.shapes import build
+from piecewise_backend.bench.engine_loop import EngineLoop
+from piecewise_backend.bench.logits import CHECK_PREFILL, CHECK_TOKENS, compare, expected_logits, make_prompts
 
 FOLDERS = ("MRV2_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 STARTS = ("cold", "warm")

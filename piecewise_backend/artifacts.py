@@ -69,6 +69,10 @@ class ArtifactFolder:
             raise ArtifactUnreadable("its code was altered or cut short: the digest differs")
         return entry, path
 
+    def has(self, key: str) -> bool:
+        """Whether there is an entry for `key`, intact or not."""
+        return (self.folder / f"{key}.json").is_file()
+
     def store(self, key: str, guards: str, save: Callable[[str], None]) -> Path:
         """Write an entry; `save(path)` writes the artifact itself."""
         self.folder.mkdir(parents=True, exist_ok=True)

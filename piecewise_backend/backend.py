@@ -2,32 +2,39 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
 from piecewise_backend.breakpoints import find_breakpoints
-from piecewise_backend.compile import PieceCompiler, fast_options, forget_compiled_pieces
+from piecewise_backend.compile import PieceCompiler, forget_compiled_pieces
 from piecewise_backend.config import Options, parse_options
 from piecewise_backend.cudagraph.cuda import CudaGraphRecorder
 from piecewise_backend.cudagraph.emulated import EmulatedRecorder
 from piecewise_backend.cudagraph.modes import CUDAGraphMode
 from piecewise_backend.cudagraph.recorder import GraphRecorder
 from piecewise_backend.cudagraph.sizes import clean_capture_sizes, default_capture_sizes
+from piecewise_backend.dumping.dump import dump_if_asked
 from piecewise_backend.dynamic import check_marked_dims, specialize_floats
 from piecewise_backend.facts import find_facts
 from piecewise_backend.inline import inline_subgraphs
 from piecewise_backend.names import first_of
+from piecewise_backend.observe import tell
+from piecewise_backend.origin import current_origin
 from piecewise_backend.plain import PlainCaller
 from piecewise_backend.program import Program, build_program, needs_grad
 from piecewise_backend.reasons import Reason, ReasonCode, Reasons
-from piecewise_backend.report import Report
+from piecewise_backend.reporting.report import Report
+from piecewise_backend.reporting.steps import describe_steps
 from piecewise_backend.split import split
+from piecewise_backend.structured_trace import trace_program, trace_resolution
 
 logger = logging.getLogger(__name__)
 
@@ -65,20 +72,20 @@ def compile_graph(gm: fx.GraphModule, options: Options) -> tuple[Program, Report
         raise RuntimeError(
             f"mrv2 compiles for inference only, and output {names[0]!r} of this graph needs grad. {_way_out_of_grad()}"
         )
+    dump_if_asked()
     started = time.perf_counter()
     reasons = Reasons(on_fallback=options.on_fallback)
     check_marked_dims(gm)
     specialize_floats(gm)
     gm = inline_subgraphs(gm)
     graph = split(gm, find_breakpoints(options.splitting_ops))
+    tell(lambda observer: observer.split(gm, graph))
     facts = find_facts(gm, graph)
-    compiler = PieceCompiler(
-        compiler=options.compiler,
-        compiler_options=(fast_options() if options.fast_pieces else {}) | dict(options.compiler_options),
-        cache_dir=options.cache_dir if options.cache else None,
-        reasons=reasons,
-    )
+    compiler = PieceCompiler.from_options(options, reasons)
     program = build_program(gm, graph, facts, compiler)
+    compiled = {p.key: p for p in program.pieces}
+    pieces = [compiled.get(compiler.key(segment.structure)) for segment in graph.segments]
+    steps, structures = describe_steps(graph.segments, program.steps, pieces)
     reasons.extend(_uncapturable_pieces(program))
     report = Report(
         name=_name_of(gm),
@@ -89,9 +96,13 @@ def compile_graph(gm: fx.GraphModule, options: Options) -> tuple[Program, Report
         num_breakpoints=len(program.breakpoints),
         compiled={p.key: p.source for p in program.pieces},
         compile_seconds=time.perf_counter() - started,
+        steps=steps,
+        structures=structures,
         reasons=reasons,
     )
     logger.info("%s: %d pieces, %d distinct", report.name, program.num_pieces, len(program.pieces))
+    trace_program(program, report)
+    tell(lambda observer: observer.compiled(program, report))
     return program, report
 
 
@@ -138,8 +149,29 @@ def _cuda_recorder(device: torch.device) -> CudaGraphRecorder:
 
 def reports() -> list[Report]:
     """Reports of every graph compiled in this process whose compiled function is still alive."""
-    alive = [function for ref in _callers if (function := ref()) is not None]
-    return [function.report for function in alive]
+    return [function.report for function in alive_functions()]
+
+
+def alive_functions() -> list[Any]:
+    """What `mrv2` returned and something still holds, oldest first."""
+    return [function for ref in _callers if (function := ref()) is not None]
+
+
+Watcher = Callable[[Program, Report, Callable[..., Any], tuple[Any, ...]], tuple[Any, ...]]
+"""(program, report, what would be called, arguments) to results."""
+
+_watch: tuple[int, Watcher] | None = None
+
+
+@contextlib.contextmanager
+def calls_go_to(watcher: Watcher) -> Iterator[None]:
+    """While open, calls of compiled graphs on this thread go to `watcher` instead."""
+    global _watch
+    outer, _watch = _watch, (threading.get_ident(), watcher)
+    try:
+        yield
+    finally:
+        _watch = outer
 
 
 def reset() -> None:
@@ -166,14 +198,19 @@ def _as_function(call: Callable[..., Any], program: Program, report: Report) -> 
     """A plain function: debuggers of compiled code read its `__code__`."""
 
     def mrv2_compiled(*args: Any) -> Any:
+        if (watch := _watch) is not None and watch[0] == threading.get_ident():
+            return watch[1](program, report, call, args)
         if torch.is_grad_enabled():  # nothing here needs it, and an eager operator would keep what its backward needs
             with torch.no_grad():
                 return call(*args)
         return call(*args)
 
+    trace_resolution(report)
+    tell(lambda observer: observer.started(report))
     mrv2_compiled.program = program  # type: ignore[attr-defined]
     mrv2_compiled.report = report  # type: ignore[attr-defined]
     mrv2_compiled.caller = call  # type: ignore[attr-defined]
+    mrv2_compiled.origin = current_origin()  # type: ignore[attr-defined]
     _callers.append(weakref.ref(mrv2_compiled, _forget))
     return mrv2_compiled
 

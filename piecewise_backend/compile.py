@@ -8,6 +8,7 @@ import hashlib
 import logging
 import os
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch import fx
 
 from piecewise_backend.artifacts import ArtifactFolder, ArtifactUnreadable
 from piecewise_backend.breakpoints import target_names
+from piecewise_backend.config import Options
 from piecewise_backend.environment import environment_text
 from piecewise_backend.lowering import LOWERINGS, lowered_for_gpu
 from piecewise_backend.names import unknown_name
@@ -27,7 +29,7 @@ from piecewise_backend.structure import known_of_sizes, sizes_of
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class CompiledPiece:
     """One distinct piece."""
 
@@ -49,6 +51,12 @@ class CompiledPiece:
 
 
 _in_process: dict[str, CompiledPiece] = {}
+_alive: weakref.WeakValueDictionary[str, CompiledPiece] = weakref.WeakValueDictionary()
+
+
+def compiled_piece(key: str) -> CompiledPiece | None:
+    """The piece last compiled or loaded under `key` that something in this process still holds."""
+    return _alive.get(key)
 
 
 def forget_compiled_pieces() -> None:
@@ -71,6 +79,16 @@ class PieceCompiler:
         self._done: dict[str, CompiledPiece] = {}
         self._refused: set[str] = set()
 
+    @classmethod
+    def from_options(cls, options: Options, reasons: Reasons) -> PieceCompiler:
+        """As `options` ask for it."""
+        return cls(
+            compiler=options.compiler,
+            compiler_options=(fast_options() if options.fast_pieces else {}) | dict(options.compiler_options),
+            cache_dir=options.cache_dir if options.cache else None,
+            reasons=reasons,
+        )
+
     def key(self, structure: str) -> str:
         """What an artifact of a piece of this structure is kept under. ValueError for an unknown compiler option."""
         if self._environment is None:
@@ -88,11 +106,30 @@ class PieceCompiler:
                 piece = self._compile(module, key, sizes)
             piece = dataclasses.replace(piece, seconds=time.perf_counter() - started)
             logger.info("piece %s: %s in %.2f s", key[:12], piece.source, piece.seconds)
-            _in_process[key] = piece
+            _in_process[key] = _alive[key] = piece
         if piece.fallback is not None and key not in self._done:
             self.reasons.add(piece.fallback)
         self._done[key] = piece
         return piece
+
+    def load(self, key: str, sizes: list[torch.SymInt]) -> CompiledPiece | None:
+        """A piece that was compiled before, by this process or another; None where there is none that holds for
+        `sizes`, the symbolic sizes among its inputs."""
+        piece = self._done.get(key) or _in_process.get(key)
+        if piece is None or piece.fallback is not None or not _guards_hold(piece.guards, sizes):
+            started = time.perf_counter()
+            with _inductor_cache(self.inductor_dir):
+                piece = self._load(key, sizes)
+            if piece is None:
+                return None
+            piece = dataclasses.replace(piece, seconds=time.perf_counter() - started)
+            _in_process[key] = _alive[key] = piece
+        self._done[key] = piece
+        return piece
+
+    def is_on_disk(self, key: str) -> bool:
+        """Whether an artifact is kept under `key`; whether it is intact shows when it is loaded."""
+        return self.artifacts is not None and self.artifacts.has(key)
 
     def compile_if_possible(self, module: fx.GraphModule, key: str) -> CompiledPiece | None:
         """The same for an operator that also runs as traced; None, with a reason, where the compiler refuses it."""

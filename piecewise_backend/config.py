@@ -33,6 +33,12 @@ def environment_cache_dir() -> Path:
     return Path(os.environ.get("MRV2_CACHE_DIR") or default).expanduser()
 
 
+def environment_dump_dir() -> Path | None:
+    """MRV2_DUMP: where to write what becomes of every model in this process; None where it is not set."""
+    asked = os.environ.get("MRV2_DUMP")
+    return Path(asked).expanduser() if asked else None
+
+
 def environment_recorder() -> Recorder:
     """MRV2_RECORDER, else "auto"."""
     return cast(Recorder, os.environ.get("MRV2_RECORDER") or "auto")

@@ -35,7 +35,15 @@ class _Group:
     biases: tuple[int, ...] | None
 
 
-def merge_linears(gm: fx.GraphModule, inputs: Sequence[Any]) -> tuple[fx.GraphModule, list[int | torch.Tensor]]:
+@dataclass(frozen=True, slots=True)
+class Merged:
+    """A merged parameter, and the places of those it was merged from."""
+
+    places: tuple[int, ...]
+    tensor: torch.Tensor
+
+
+def merge_linears(gm: fx.GraphModule, inputs: Sequence[Any]) -> tuple[fx.GraphModule, list[int | Merged]]:
     """`gm` with its linear layers merged where they read the same tensor, and where each of its inputs comes from: the
     place of one of `inputs`, or a merged parameter.
 
@@ -44,7 +52,7 @@ def merge_linears(gm: fx.GraphModule, inputs: Sequence[Any]) -> tuple[fx.GraphMo
     there is nothing to merge, or where other nodes do not take the parts, which have other strides.
     """
     groups = _find_groups(gm, inputs)
-    unchanged: list[int | torch.Tensor] = list(range(len(inputs)))
+    unchanged: list[int | Merged] = list(range(len(inputs)))
     if not groups:
         return gm, unchanged
     graph = fx.Graph()
@@ -58,7 +66,7 @@ def merge_linears(gm: fx.GraphModule, inputs: Sequence[Any]) -> tuple[fx.GraphMo
     except Exception as error:
         logger.info("linear layers stay apart: %s: %s", type(error).__name__, str(error).splitlines()[:1])
         return gm, unchanged
-    tensors = {node: _join([inputs[i] for i in places]) for made in plan for node, places in made}
+    tensors = {node: Merged(places, join([inputs[i] for i in places])) for made in plan for node, places in made}
     place_of = {mapping[node]: i for i, node in enumerate(n for n in gm.graph.nodes if n.op == "placeholder")}
     merged.recompile()
     sources = [tensors.get(n, place_of.get(n)) for n in graph.nodes if n.op == "placeholder"]
@@ -132,7 +140,7 @@ def _new_input(graph: fx.Graph, old: Sequence[Any], places: Sequence[int], input
     return node
 
 
-def _join(parameters: Sequence[torch.Tensor]) -> torch.Tensor:
+def join(parameters: Sequence[torch.Tensor]) -> torch.Tensor:
     """One tensor of which the parameters are views from now on, one after another along the first dimension."""
     first = parameters[0]
     shape = (sum(p.shape[0] for p in parameters), *first.shape[1:])

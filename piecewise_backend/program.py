@@ -16,6 +16,7 @@ from piecewise_backend.cudagraph.capture import CapturedProgram, Padded, Step, c
 from piecewise_backend.cudagraph.recorder import GraphRecorder
 from piecewise_backend.cudagraph.rows import TokenDim
 from piecewise_backend.facts import GraphFacts, SegmentFacts, find_forbidden
+from piecewise_backend.observe import tell
 from piecewise_backend.split import NodeName, Segment, SplitGraph, free_symbols
 
 
@@ -42,6 +43,16 @@ class Constant:
 
 
 @dataclass(frozen=True, slots=True)
+class Traced:
+    """What one step was traced as."""
+
+    segment: Segment
+    facts: SegmentFacts
+    compiled: CompiledPiece | None
+    """None for a step that runs as traced."""
+
+
+@dataclass(frozen=True, slots=True)
 class Program:
     """What a graph became. Running it needs no state; capturing it makes a `CapturedProgram`."""
 
@@ -56,6 +67,8 @@ class Program:
     """The distinct compiled pieces."""
     is_random: bool
     """Whether any node draws random numbers."""
+    traced: tuple[Traced, ...] = ()
+    """Of each step, in order. Steps that were added to those of the graph come after them and have none."""
 
     @property
     def num_pieces(self) -> int:
@@ -123,7 +136,7 @@ class Program:
         padded: Padded | None = None,
     ) -> CapturedProgram:
         """Record the steps on `args`, which are read at every replay from where they lie now."""
-        return capture(
+        captured = capture(
             self.steps,
             self.fill(args),
             self.outputs,
@@ -132,6 +145,8 @@ class Program:
             execute=execute,
             padded=padded,
         )
+        tell(lambda observer: observer.captured(self, args, captured))
+        return captured
 
     def fill(self, args: Sequence[Any]) -> list[Any]:
         """Slots with the inputs in place."""
@@ -161,7 +176,7 @@ def repeated(program: Program, count: int, after: Callable[..., None]) -> Progra
         call = functools.partial(_without_result, after, run)
         steps.append(_plain_step(f"after run {run}", call, given, (), frees=given if run < count - 1 else ()))
     last = tuple(shifted([o], count - 1)[0] if isinstance(o, int) else o for o in program.outputs)
-    return dataclasses.replace(program, steps=tuple(steps), outputs=last, num_slots=fixed + count * inner)
+    return dataclasses.replace(program, steps=tuple(steps), outputs=last, num_slots=fixed + count * inner, traced=())
 
 
 def followed(program: Program, call: Callable[..., Any], name: str) -> Program:
@@ -228,6 +243,7 @@ def build_program(gm: fx.GraphModule, graph: SplitGraph, facts: GraphFacts, comp
         num_slots=len(slot_of),
         is_random=facts.is_random,
         pieces=tuple({p.key: p for p in compiled if p is not None}.values()),
+        traced=tuple(Traced(*parts) for parts in zip(graph.segments, facts.segments, compiled, strict=True)),
     )
 
 

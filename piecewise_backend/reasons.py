@@ -28,8 +28,16 @@ class ReasonCode(enum.StrEnum):
     """An artifact on disk was corrupt or foreign; the piece was compiled again."""
     ARTIFACT_NOT_SAVED = "artifact_not_saved"
     """A compiled piece could not be written to disk."""
+    PROGRAM_STALE = "program_stale"
+    """A traced program on disk does not fit the model as it is now; the model was traced again."""
+    PROGRAM_NOT_KEPT = "program_not_kept"
+    """A traced program cannot be kept on disk, so each start traces the model again."""
     PIECE_NOT_CAPTURABLE = "piece_not_capturable"
     """A piece holds an operator that no graph can record; it runs between graphs."""
+    GRAPH_BREAK = "graph_break"
+    """Dynamo cannot trace a line, so the model became several graphs with that line between them."""
+    SIZE_FIXED = "size_fixed"
+    """A line works at one size only, so no other size of the dynamic dimension runs."""
     PIECE_LAUNCHES_NOTHING = "piece_launches_nothing"
     """A piece holds only views and allocations, so there is nothing to record."""
     INPUT_NOT_STATIC = "input_not_static"
@@ -98,10 +106,17 @@ _NOT_FALLBACKS = frozenset(
         ReasonCode.PIECE_LAUNCHES_NOTHING,
         ReasonCode.NOT_SEEN_TWICE,
         ReasonCode.ARTIFACT_NOT_SAVED,
+        ReasonCode.PROGRAM_STALE,
+        ReasonCode.PROGRAM_NOT_KEPT,
         ReasonCode.PREEMPTED,
         ReasonCode.REQUEST_REFUSED,
     }
 )
+
+
+def is_fallback(code: ReasonCode) -> bool:
+    """Whether something is lost; else it is a fact about a size or a choice, which is never raised."""
+    return code not in _NOT_FALLBACKS
 
 
 class Reasons:
@@ -114,7 +129,7 @@ class Reasons:
     def add(self, reason: Reason) -> None:
         """Count `reason`; raises `FallbackError` where fallbacks are errors."""
         self._counts[reason] = self._counts.get(reason, 0) + 1
-        if self._raise and reason.code not in _NOT_FALLBACKS:
+        if self._raise and is_fallback(reason.code):
             raise FallbackError(reason)
 
     def extend(self, reasons: Iterable[Reason]) -> None:

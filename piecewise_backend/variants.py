@@ -12,7 +12,7 @@ from piecewise_backend.cudagraph.capture import CapturedProgram
 from piecewise_backend.cudagraph.rows import RealRows
 from piecewise_backend.outputs import HandOut
 from piecewise_backend.program import Program
-from piecewise_backend.report import SizeReport
+from piecewise_backend.reporting.records import SizeReport
 from piecewise_backend.static_inputs import CopyIn, StaticInputs
 
 

@@ -12,11 +12,11 @@ pytest.importorskip("transformers")
 
 from benchmarks import capture, decode, floor, plot, prefill, startup
 from benchmarks.contenders import Name, names
-from benchmarks.engine_loop import EngineLoop
 from benchmarks.floor import kv_bytes_per_token, weight_bytes
-from benchmarks.logits_check import compare
 from benchmarks.shapes import build, on_meta
-from benchmarks.transformers_loop import CompiledLoop, EagerLoop
+from piecewise_backend.bench.engine_loop import EngineLoop
+from piecewise_backend.bench.logits import compare
+from piecewise_backend.bench.transformers_loop import CompiledLoop, EagerLoop
 
 CPU = torch.device("cpu")
 SMALL = ["--shape", "tiny", "--compiler", "eager"]

@@ -20,7 +20,7 @@ from piecewise_backend.cudagraph.recorder import GraphRecorder
 from piecewise_backend.cudagraph.rows import RealRows, TokenDim, copy_into
 from piecewise_backend.facts import Forbidden
 from piecewise_backend.reasons import Reason, ReasonCode
-from piecewise_backend.report import SizeReport
+from piecewise_backend.reporting.records import SizeReport
 
 logger = logging.getLogger(__name__)
 
@@ -85,8 +85,8 @@ class CapturedProgram:
     fingerprints: tuple[Fingerprint, ...] = ()
     """What recorded operators read of their metadata, group by group."""
 
-    def size_report(self, descriptor: str, num_tokens: int) -> SizeReport:
-        """What the report says of this capture."""
+    def size_report(self, descriptor: str, num_tokens: int, kind: str) -> SizeReport:
+        """What the report says of this capture; `kind`: of the batches it serves, as the report names it."""
         return SizeReport(
             descriptor=descriptor,
             num_tokens=num_tokens,
@@ -94,6 +94,7 @@ class CapturedProgram:
             seconds=self.seconds,
             memory_bytes=self.memory_bytes,
             eager_ops=self.eager,
+            kind=kind,
         )
 
     def replay(self) -> tuple[Any, ...]:

@@ -17,7 +17,8 @@ from piecewise_backend.cudagraph.fingerprint import check_all
 from piecewise_backend.cudagraph.modes import BatchDescriptor
 from piecewise_backend.cudagraph.recorder import GraphRecorder
 from piecewise_backend.reasons import Reason, ReasonCode
-from piecewise_backend.report import Report, SizeReport
+from piecewise_backend.reporting.records import SizeReport
+from piecewise_backend.reporting.report import Report
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +90,7 @@ class CudaGraphManager:
             self.report.reasons.add(failure_reason(error, str(descriptor)))
             return
         assert captured is not None, "a recording returned nothing"
-        size = captured.size_report(str(descriptor), descriptor.num_tokens)
+        size = captured.size_report(str(descriptor), descriptor.num_tokens, descriptor.kind)
         self.report.sizes.append(size)
         self._captured[descriptor] = (captured, size)
 

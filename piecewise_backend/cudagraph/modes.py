@@ -57,6 +57,11 @@ class BatchDescriptor:
     max_query_len: int | None = None
     """Upper bound of the query lengths; None where no recorded operator depends on it."""
 
+    @property
+    def kind(self) -> str:
+        """ "decode" or "mixed": the kind of batch, as reports name it."""
+        return "mixed" if self.uniform_query_len is None else "decode"
+
     def __str__(self) -> str:
         kind = "mixed" if self.uniform_query_len is None else f"decode x{self.uniform_query_len}"
         return f"{self.mode.name} {kind}, {self.num_tokens} tokens"

@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 from piecewise_backend.config import parse_options
+from piecewise_backend.dumping.dump import dump_if_asked
 from piecewise_backend.reasons import Reason, ReasonCode
-from piecewise_backend.report import Report
+from piecewise_backend.reporting.report import Report
 from piecewise_backend.runner.config import RunnerConfig
 from piecewise_backend.runner.data_parallel import DataParallel
 from piecewise_backend.runner.engine import Engine, NewToken
@@ -83,6 +84,7 @@ class LLM:
         **limits: Any,
     ) -> None:
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        dump_if_asked()
         parsed = parse_options(options, mode)
         module, found = _as_module(model, dtype, self.device)
         self.tokenizer = tokenizer or found

@@ -20,6 +20,7 @@ from piecewise_backend.cudagraph.capture import CapturedProgram, Step
 from piecewise_backend.cudagraph.manager import CudaGraphManager
 from piecewise_backend.cudagraph.modes import BatchDescriptor, CUDAGraphMode
 from piecewise_backend.cudagraph.resolve import ResolvedCudagraphs, resolve_cudagraph_mode_and_sizes
+from piecewise_backend.observe import tell
 from piecewise_backend.program import followed
 from piecewise_backend.reasons import Reason, ReasonCode
 from piecewise_backend.runner.batch import InputBatch, ScheduledRequest
@@ -32,6 +33,7 @@ from piecewise_backend.runner.newest_tokens import WithNewestTokens
 from piecewise_backend.runner.speculation import Speculator
 from piecewise_backend.runner.start_report import lowered_reason, passed_over_reasons, report_start, support_left
 from piecewise_backend.runner.trace import BoundProgram, trace
+from piecewise_backend.structured_trace import trace_resolution
 
 logger = logging.getLogger(__name__)
 
@@ -99,8 +101,8 @@ class ModelRunner:
             self.resolved = self._resolve()
             self.bound = self._trace()
             self.report = self.bound.report
-            report_start(self.report, type(self.model).__name__, self.resolved, self.groups)
-            self.report.reasons.extend((*refused, *passed_over))
+            before = (*refused, *passed_over)
+            report_start(self.report, type(self.model).__name__, self.resolved, self.groups, before)
             self.manager = CudaGraphManager(choose_recorder(self.options, self.device, self.report), self.report)
             try:
                 descriptors = self.resolved.descriptors(self.config.max_num_reqs)
@@ -115,6 +117,8 @@ class ModelRunner:
         if self.speculator is not None:
             self.speculator.start(self)  # resolves groups and modes of its own, for the blocks settled here
             self.report.speculation = self.speculator.report
+        tell(lambda observer: observer.started(self.report))
+        trace_resolution(self.report)
 
     def execute(self, requests: Sequence[ScheduledRequest]) -> torch.Tensor:
         """One step. Returns logits [R, vocabulary]: for each request in order, of its draft tokens and the token before
@@ -301,7 +305,7 @@ class ModelRunner:
         if self.device.type == "cuda":
             budget = int(torch.cuda.mem_get_info(self.device)[0] * _GPU_CACHE_SHARE)
         budget -= self.config.max_num_reqs * state_bytes(self.specs)
-        return max(1, min(wanted, budget // each))
+        return max(1, min(wanted, _rounded_down(budget // each)))
 
     # Each step's parts.
 
@@ -331,3 +335,10 @@ def is_recorded(step: Step, recorded_layers: frozenset[str]) -> bool:
     """Whether a breakpoint is recorded: our layers' by their names, anything else never (its rows are padded)."""
     assert step.breakpoint is not None
     return step.breakpoint.owns_metadata and step.breakpoint.capturable and step.layer in recorded_layers
+
+
+def _rounded_down(count: int) -> int:
+    """To five leading bits. Compiled code has the caches' sizes in it: a little more or less free memory than at the
+    start before should not make it anew."""
+    step = 1 << max(0, count.bit_length() - 5)
+    return count // step * step

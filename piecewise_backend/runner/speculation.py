@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from piecewise_backend.report import SpeculationReport
+from piecewise_backend.reporting.records import SpeculationReport
 from piecewise_backend.runner.request import Request
 
 if TYPE_CHECKING:

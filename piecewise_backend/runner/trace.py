@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,9 +16,11 @@ from piecewise_backend.backend import compile_graph
 from piecewise_backend.compile import start_compile_workers
 from piecewise_backend.config import Options
 from piecewise_backend.cudagraph.rows import TokenDim
-from piecewise_backend.merge_linears import merge_linears
+from piecewise_backend.merge_linears import Merged, merge_linears
+from piecewise_backend.observe import observers
 from piecewise_backend.program import Program
-from piecewise_backend.report import Report
+from piecewise_backend.reporting.report import Report
+from piecewise_backend.runner.trace_cache import TraceCache, Traced
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,40 +47,70 @@ class BoundProgram:
 
 
 def trace(model: nn.Module, buffers: Sequence[torch.Tensor], num_tokens: int, options: Options) -> BoundProgram:
-    """Call `model` once on the first `num_tokens` rows of `buffers` and keep the program that came of it.
+    """Call `model` once on the first `num_tokens` rows of `buffers` and keep the program that came of it. A program
+    that an earlier trace of the same model left on disk is taken instead, where nothing that it depended on differs.
 
     The first dimension of the buffers is the dynamic one. `num_tokens` should be near the largest that will occur and
     no other dimension's size: compiled code may assume upper bounds that hold for it, and sizes that are equal while
     tracing may be taken for one. RuntimeError for a model that Dynamo cannot trace whole,
     naming the line.
     """
-    caught: list[tuple[Program, Report]] = []
+    views = [buffer[:num_tokens] for buffer in buffers]
+    started = time.perf_counter()
+    cache = TraceCache(model, views, options, globals()) if options.cache and options.compiler == "inductor" else None
+    # Who looks on (a dump) wants to see the graphs, which a program on disk no longer has.
+    traced = cache.find() if cache is not None and not observers else None
+    source = "disk" if traced is not None else "traced"
+    if traced is None:
+        traced = _trace_anew(model, views, num_tokens, options, cache)
+    report = traced.report
+    report.program_source, report.program_seconds = source, time.perf_counter() - started
+    report.reasons.extend(cache.reasons if cache is not None else ())
+    return _bind(traced, views, buffers)
+
+
+def _bind(traced: Traced, views: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor]) -> BoundProgram:
+    """What was traced on `views`, with `buffers` in their place."""
+    program, args = traced.program, traced.args
+    full = {view.data_ptr(): buffer for view, buffer in zip(views, buffers, strict=True)}
+    dim = program.token_dim
+    varying = tuple(
+        i for i, given in enumerate(program.inputs) if isinstance(given.fake, torch.SymInt) or dim.dims(given.fake)
+    )
+    bound = tuple(full[a.data_ptr()] if isinstance(a, torch.Tensor) and i in varying else a for i, a in enumerate(args))
+    return BoundProgram(program, traced.report, dim, bound, varying)
+
+
+def _trace_anew(
+    model: nn.Module, views: Sequence[torch.Tensor], num_tokens: int, options: Options, cache: TraceCache | None
+) -> Traced:
+    """Trace and compile; `cache`, where given, looks on and keeps the program."""
+    caught: list[tuple[Program, Report, Sequence[int | Merged]]] = []
     calls: list[tuple[Any, ...]] = []
 
     def backend(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        sources: list[int | torch.Tensor] = list(range(len(example_inputs)))
+        if cache is not None:
+            cache.note_graph(gm)
+        sources: Sequence[int | Merged] = range(len(example_inputs))
         if options.merge_linears:
             gm, sources = merge_linears(gm, example_inputs)
         program, report = compile_graph(gm, options)
-        caught.append((program, report))
+        caught.append((program, report, sources))
 
         def first_call(*args: Any) -> tuple[Any, ...]:
             """Nobody reads the results of the traced call, so nothing is computed."""
-            calls.append(tuple(args[s] if isinstance(s, int) else s for s in sources))
+            calls.append(tuple(s.tensor if isinstance(s, Merged) else args[s] for s in sources))
             dim = program.token_dim
             return tuple(dim.empty(f, num_tokens) if isinstance(f, torch.Tensor) else f for f in program.output_fakes)
 
         return first_call
 
-    start_compile_workers(options.compiler, buffers[0].device)
-    views = [buffer[:num_tokens] for buffer in buffers]
     for view in views:
         torch._dynamo.mark_dynamic(view, 0)
+    start_compile_workers(options.compiler, views[0].device)
+    guard_filter = torch.compiler.skip_all_guards_unsafe if cache is None else cache.guard_filter
     compiled = torch.compile(
-        _caller_of(model),
-        backend=backend,
-        fullgraph=True,
-        options={"guard_filter_fn": torch.compiler.skip_all_guards_unsafe},
+        _caller_of(model), backend=backend, fullgraph=True, options={"guard_filter_fn": guard_filter}
     )
     try:
         with torch.no_grad():
@@ -87,14 +120,11 @@ def trace(model: nn.Module, buffers: Sequence[torch.Tensor], num_tokens: int, op
     except (torch._dynamo.exc.Unsupported, torch._dynamo.exc.UserError) as error:
         raise RuntimeError(_graph_break_message(error)) from error
     assert len(caught) == 1, f"one trace must serve every size, got {len(caught)}"
-    (program, report), (args,) = caught[0], calls
-    full = {view.data_ptr(): buffer for view, buffer in zip(views, buffers, strict=True)}
-    dim = program.token_dim
-    varying = tuple(
-        i for i, given in enumerate(program.inputs) if isinstance(given.fake, torch.SymInt) or dim.dims(given.fake)
-    )
-    bound = tuple(full[a.data_ptr()] if isinstance(a, torch.Tensor) and i in varying else a for i, a in enumerate(args))
-    return BoundProgram(program, report, dim, bound, varying)
+    (program, report, sources), (args,) = caught[0], calls
+    traced = Traced(program, report, args)
+    if cache is not None:
+        cache.keep(traced, sources)
+    return traced
 
 
 def _caller_of(model: nn.Module) -> Callable[..., Any]:

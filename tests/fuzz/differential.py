@@ -31,9 +31,10 @@ from piecewise_backend.cudagraph.capture import Padded
 from piecewise_backend.cudagraph.rows import RealRows
 from piecewise_backend.plain import PlainCaller
 from piecewise_backend.reasons import ReasonCode
-from piecewise_backend.report import Report
+from piecewise_backend.reporting.report import Report
 from piecewise_backend.static_inputs import StaticInputs
-from tests.fuzz.models import Arguments, Model, Spec, random_spec, register_breakpoints, smaller_specs
+from tests.fuzz.models import Arguments, Model, Spec, random_spec, smaller_specs
+from tests.fuzz.operators import register_breakpoints
 
 
 class Mismatch(AssertionError):

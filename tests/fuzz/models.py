@@ -11,109 +11,20 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from piecewise_backend.breakpoints import register_breakpoint
+from tests.fuzz import operators  # noqa: F401  (torch.ops.fuzz)
+from tests.fuzz.templates import (
+    BREAKS,
+    CROSS_ROW,
+    CROSS_ROW_OUTPUTS,
+    IN_PLACE,
+    ON_STATE,
+    OUTPUTS,
+    ROW_WISE,
+    UNRECORDABLE,
+    VIEWS,
+)
 
 D, ROWS, VOCAB, SLOTS = 8, 2, 16, 64  # features, rows of a fixed matrix, embeddings, cache slots
-
-
-# Operators at which graphs break, in every shape that a user's may have. All but `fuzz::masked_mean` and
-# `fuzz::center` are row-wise, and those two see the real rows only.
-
-
-def _custom_op(name: str, *, mutates: tuple[str, ...] = ()) -> Callable[[Callable[..., Any]], Any]:
-    return torch.library.custom_op(f"fuzz::{name}", mutates_args=mutates)
-
-
-@_custom_op("fresh")
-def fresh(x: torch.Tensor) -> torch.Tensor:
-    return torch.tanh(x) * 2
-
-
-@fresh.register_fake
-def _(x: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(x)
-
-
-@_custom_op("pair")
-def pair(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return x + y, (x * y).sum(-1)
-
-
-@pair.register_fake
-def _(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.empty_like(x), x.new_empty(x.shape[0])
-
-
-@_custom_op("write_out", mutates=("out",))
-def write_out(x: torch.Tensor, out: torch.Tensor) -> None:
-    out.copy_(torch.tanh(x) - 1)
-
-
-@write_out.register_fake
-def _(x: torch.Tensor, out: torch.Tensor) -> None:
-    return None
-
-
-@_custom_op("rotate_", mutates=("x",))
-def rotate_(x: torch.Tensor, angle: torch.Tensor) -> None:
-    half = x.shape[-1] // 2
-    a, b = x[:, :half].clone(), x[:, half:].clone()
-    x[:, :half] = a * angle.cos() - b * angle.sin()
-    x[:, half:] = a * angle.sin() + b * angle.cos()
-
-
-@rotate_.register_fake
-def _(x: torch.Tensor, angle: torch.Tensor) -> None:
-    return None
-
-
-@_custom_op("recordable")
-def recordable(x: torch.Tensor, count: int) -> torch.Tensor:
-    return x * 0.5 + 1
-
-
-@recordable.register_fake
-def _(x: torch.Tensor, count: int) -> torch.Tensor:
-    return torch.empty_like(x)
-
-
-@_custom_op("center")
-def center(x: torch.Tensor) -> torch.Tensor:
-    return x - x.mean(0)
-
-
-@center.register_fake
-def _(x: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(x)
-
-
-@_custom_op("append_", mutates=("cache",))
-def append_(x: torch.Tensor, slots: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
-    cache[slots] = x
-    return cache.mean(0)
-
-
-@append_.register_fake
-def _(x: torch.Tensor, slots: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
-    return cache.new_empty(cache.shape[1])
-
-
-@_custom_op("plus_one")
-def plus_one(x: torch.Tensor) -> torch.Tensor:
-    return x + 1
-
-
-@plus_one.register_fake
-def _(x: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(x)
-
-
-def register_breakpoints() -> None:
-    """Make the operators above breakpoints; `fuzz::plus_one` stays an operator inside of a piece."""
-    for op in (fresh, pair, write_out, center, append_):
-        register_breakpoint(op)
-    register_breakpoint(rotate_, capturable=True)
-    register_breakpoint(recordable, capturable=True, owns_metadata=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,144 +98,6 @@ def _compile_source(spec: Spec) -> Callable[..., Any]:
     return scope["forward"]
 
 
-# Statements: {new} is a fresh name, {a} and {b} are [s, D] floats at hand. What a template needs of the inputs stands
-# in front.
-_ROW_WISE = [
-    "{new} = F.linear({a}, self.w{k}, self.b{k})",
-    "{new} = F.linear({a}, self.w{k}, self.b{k})",
-    "{new} = F.layer_norm({a}, (8,))",
-    "{new} = F.gelu({a})",
-    "{new} = {a} + {b}",
-    "{new} = {a} * {b} * 0.1",
-    "{new} = torch.softmax({a}, -1)",
-    "{new} = {a} @ self.w{k}.t()",
-    "{new} = ({a}.view(-1, 2, 4).transpose(1, 2) * 2).reshape(-1, 8)",
-    "{new} = torch.cat({a}.chunk(2, -1)[::-1], -1)",
-    "{new} = {a}[:, None, :].expand(-1, 3, -1).sum(1)",
-    "{new} = {a}.t().contiguous().t() * 1.5",
-    "{new} = {a}.flip(-1)",
-    "{new} = fuzz.plus_one({a})",
-    "{new} = ({a} > 0.1).to(torch.bfloat16) * {b}",
-    "{new} = {a}.half().exp().float()",
-    "{new} = {a} - {a}.amax(-1, keepdim=True)",
-    "{new} = {a} + torch.arange({a}.shape[0], device=x.device)[:, None] * 0.1",
-    "{new} = {a} + self.memory[:8].t()[0]",
-    "{new} = torch.where({a} > 0, {b}, {a})",
-    "{new} = {a}.masked_fill({b} > 1, 0.5)",
-    "{new} = {a} + torch.zeros_like({b})",
-    "{new} = {a} + {a}.argmax(-1)[:, None]",
-    "{new} = {a} + torch.tensor([1.0, 2.0], device=x.device)[0]",
-    "ids: {new} = {a} + F.embedding(ids, self.table)",
-    "ids: {new} = {a} * (ids % 3)[:, None]",
-    "mask: {new} = torch.where(mask[:, None], {a}, {b})",
-    "mask: {new} = {a}.masked_fill(~mask[:, None], 0.0)",
-    "scale: {new} = {a} * scale",
-    "step: {new} = {a} + step",
-    "row: {new} = {a} * row",
-    "row: {new} = {a} + row.view(2, 4).t().reshape(8)",
-    "xt: {new} = {a} + xt.t()",
-    "xt: {new} = xt.t() * 2",
-    "x3: {new} = {a} + x3[1]",
-    "x3: {new} = x3.sum(0) + {a}",
-    "y: {new} = {a} + y",
-    "wide: {new} = {a} + wide",
-    "cache: {new} = {a} + cache[0]",
-    "cache ids: {new} = {a} + cache[ids]",
-]
-_VIEWS = [
-    "{new} = {a}.view(-1, 8)",
-    "{new} = {a}.t().t()",
-    "{new} = {a}[:, :]",
-    "{new} = {a}.view(-1, 2, 4).view(-1, 8)",
-]
-_IN_PLACE = [
-    "{a}.add_(0.5)",
-    "{a}.mul_(self.b{k})",
-    "{a}[:, :4] = {b}[:, 4:]",
-    "{a}[:, 1:3].mul_(2)",
-    "{a}.view(-1, 2, 4)[:, 0].add_(1.0)",
-    "{a}.t()[2].add_(0.25)",
-    "{a}.clamp_(-3, 3)",
-    "{a}.copy_({b} * 0.5)",
-    "fuzz.rotate_({a}, self.b{k}[0])",
-    "torch.relu_({a})",
-]
-_ON_STATE = [
-    "self.total.add_(0.25)",
-    "self.total.mul_(0.5).add_(self.b{k})",
-    "self.count += 1",
-    "self.memory[3:5, :4].add_(1)",
-    "self.memory.view(-1)[:8].copy_(self.b{k})",
-    "cache: cache.add_(0.125)",
-    "cache: cache[1:3] = self.w{k}[:2]",
-    "cache: cache.view(-1)[5:9].mul_(0.5)",
-    "cache: cache.t()[0].add_(self.count)",
-    "row: row.add_(1.0)",
-    "scale: scale.add_(0.5)",
-    "cache slots: cache[slots] = {a}",
-    "cache slots: cache.index_copy_(0, slots, {a})",
-    "slots: self.memory[slots] = {a} * 0.5",
-    "cache slots: {new}_mean = fuzz.append_({a}, slots, cache); {new} = {a} + {new}_mean",
-    "x.add_(1.0)",
-    "y: y.mul_(0.5)",
-    "x3: x3[0].add_(1.0)",
-]
-_CROSS_ROW = [
-    "{new} = torch.cumsum({a}, 0) * 0.1",
-    "{new} = {a} - {a}.mean(0)",
-    "{new} = torch.roll({a}, 1, 0)",
-    "{new} = {a}.flip(0)",
-    "{new} = torch.sort({a}, 0)[0]",
-    "{new} = {a} * {a}.shape[0] * 0.1",
-    "{new} = {a} + {a}[-1]",
-    "{new} = {a} + {a}[{a}.shape[0] // 2]",
-    "{new} = torch.where({a}.max() > 0, {b}, -{a})",
-    "{new} = torch.where({a}[0, 0] > 0, {a}, {a}.flip(0))",
-    "{new} = {a} / (1 + {a}.norm())",
-    "{new} = torch.stack([{a}, {a}.flip(0)]).amax(0)",
-    "{new} = torch.cat([{a}[1:], {a}[:1]])",
-    "{new} = torch.softmax({a}, 0)",
-    "{new} = {a} + ({a} > 5).any()",
-    "{new} = ({a} @ {a}.t()).softmax(-1) @ {a}",
-    "{new} = torch.cat([{a}[{a}.shape[0] // 2 :], {a}[: {a}.shape[0] // 2]])",
-    "self.total.copy_({a}.mean(0))",
-    "self.total.add_({a}.sum(0) * 0.01)",
-    "ids: {new} = {a} * ids.max()",
-    "ids: {new} = {a} + ids.sum() * 0.01",
-    "ids: {new} = {a}[ids % {a}.shape[0]]",
-    "slots: self.memory.index_add_(0, slots, {a})",
-    "mask: {new} = {a} + mask.sum()",
-    "mask: {new} = {a} * mask.any()",
-    "n: {new} = {a} * n",
-]
-_BREAKS = [
-    "{new} = fuzz.fresh({a})",
-    "{new}, {new}_sum = fuzz.pair({a}, {b}); {new} = {new} + {new}_sum[:, None]",
-    "{new}, _ = fuzz.pair({a}, {b})",
-    "_, {new}_sum = fuzz.pair({a}, {b}); {new} = {a} * {new}_sum.view(-1, 1)",
-    "{new} = torch.empty_like({a}); fuzz.write_out({a}, {new})",
-    "{new} = torch.empty({a}.shape[0], 16, device=x.device)[:, 4:12]; fuzz.write_out({a}, {new})",
-    "{new} = fuzz.recordable({a}, {a}.shape[0])",
-    "{new} = fuzz.center({a})",
-    "{q} = {a}.view(1, -1, 2, 4).transpose(1, 2); "
-    "{new} = F.scaled_dot_product_attention({q}, {q}, {q}).transpose(1, 2).reshape(-1, 8)",
-    "{q} = {a}.view(1, -1, 2, 4).transpose(1, 2); "
-    "{new} = F.scaled_dot_product_attention({q}, {q} * 2, {q}, is_causal=True).transpose(1, 2).reshape(-1, 8)",
-]
-_UNRECORDABLE = [
-    "{a}[{b} > 2] = 0.0",
-    "{new} = {a} * 1.0; {new}[{b} > 0] = {new}[0, 0]",
-]
-_OUTPUTS = [
-    "{a}", "{a}", "{a}", "{a} + 1", "{a}.t()", "{a}[:, :4]", "{a}.view(-1)", "{a}.shape[0]", "{a}.shape[0] * 2 + 1",
-    "{a}[0]", "{a}.sum(-1)", "{a}[:, None].expand(-1, 3, 8)", "{a} > 0", "x", "x.t()", "x[:, 2:4]", "x.view(-1)",
-    "self.total", "self.memory[:2]", "self.w0.t()", "None", "3", "{a}.half()", "{a}.argmax(-1)",
-    "{a}.unbind(-1)[1]", "torch.zeros(3, device=x.device)", "self.count + 1", "[{a}, {b}]", "{{'k': {a}}}",
-    "cache: cache", "cache: cache[1:3].t()", "y: y[:, :2]", "row: row + 1", "row: row", "scale: scale * 2",
-    "xt: xt[1]", "x3: x3[0]", "ids: ids", "ids: ids + 1", "step: step + 1", "wide: wide",
-]  # fmt: skip
-_CROSS_ROW_OUTPUTS = ["{a}.sum(0)", "{a}[-1]", "{a}[1:]", "{a}.mean()", "{a}.flip(0)[:2]"]
-
 _OPTIONAL_INPUTS = {
     "y": 0.35, "ids": 0.4, "mask": 0.25, "slots": 0.3, "scale": 0.2, "step": 0.2, "row": 0.2, "cache": 0.4,
     "xt": 0.12, "x3": 0.12, "wide": 0.12, "n": 0.05,
@@ -353,9 +126,9 @@ def random_spec(seed: int, *, compiler: str = "eager") -> Spec:
 
 def _random_body(rng: random.Random, inputs: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     kinds: list[tuple[list[str], float]] = [
-        (_ROW_WISE, 6), (_VIEWS, 0.7), (_IN_PLACE, 1.0), (_ON_STATE, rng.choice([0, 1.0])),
-        (_CROSS_ROW, rng.choice([0, 0, 3.0])), (_BREAKS, rng.choice([0, 1, 2.5])),
-        (_UNRECORDABLE, rng.choice([0, 0, 0, 0.3])),
+        (ROW_WISE, 6), (VIEWS, 0.7), (IN_PLACE, 1.0), (ON_STATE, rng.choice([0, 1.0])),
+        (CROSS_ROW, rng.choice([0, 0, 3.0])), (BREAKS, rng.choice([0, 1, 2.5])),
+        (UNRECORDABLE, rng.choice([0, 0, 0, 0.3])),
     ]  # fmt: skip
     own = ["v"]  # values that may be written without writing to an input
     readable = ["v", "x"]
@@ -375,7 +148,7 @@ def _random_body(rng: random.Random, inputs: tuple[str, ...]) -> tuple[tuple[str
     for i in range(rng.randint(2, 10)):
         templates = usable(rng.choices([k for k, _ in kinds], [w for _, w in kinds])[0])
         template = rng.choice(templates)
-        writes_a = template in _IN_PLACE or template in _UNRECORDABLE
+        writes_a = template in IN_PLACE or template in UNRECORDABLE
         names = {
             "new": f"v{i}", "q": f"q{i}", "k": rng.randrange(3), "b": rng.choice(readable),
             "a": rng.choice(own if writes_a else readable),
@@ -383,14 +156,14 @@ def _random_body(rng: random.Random, inputs: tuple[str, ...]) -> tuple[tuple[str
         statements.append(template.format(**names))
         if "{new} = " in template or template.startswith("{new},"):
             readable.append(f"v{i}")
-            if template not in _VIEWS or names["a"] in own:
+            if template not in VIEWS or names["a"] in own:
                 own.append(f"v{i}")
     if rng.random() < 0.7:
         statements.append(f"out = F.layer_norm({readable[-1]}, (8,))")
         readable.append("out")
-    choices = usable(_OUTPUTS)
+    choices = usable(OUTPUTS)
     if rng.random() < 0.1:
-        choices += _CROSS_ROW_OUTPUTS * 3
+        choices += CROSS_ROW_OUTPUTS * 3
     outputs = [readable[-1]]
     for _ in range(rng.choice([0, 0, 1, 1, 2, 3])):
         outputs.append(rng.choice(choices).format(a=rng.choice(readable), b=rng.choice(readable)))

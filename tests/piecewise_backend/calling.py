@@ -9,7 +9,7 @@ from piecewise_backend.backend import mrv2
 from piecewise_backend.plain import PlainCaller
 from piecewise_backend.program import Program
 from piecewise_backend.reasons import ReasonCode
-from piecewise_backend.report import Report
+from piecewise_backend.reporting.report import Report
 
 
 class Compiled:

@@ -4,11 +4,15 @@ import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch.nn.attention import _cur_sdpa_kernel_backends
 
 from piecewise_backend.backend import mrv2
 from piecewise_backend.program import Program
+
+DYNAMIC = pytest.mark.parametrize("dynamic", [(), (0,)], ids=["static", "dynamic"])
+COMPILERS = pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
 
 
 @torch.library.custom_op("probe::triple", mutates_args=())
@@ -64,7 +68,6 @@ many.register_fake(lambda x, n: [torch.empty_like(x) for _ in range(n)])
 write.register_fake(lambda x, out: None)
 reshape.register_fake(lambda x, size, add=1: x.new_empty(size))
 positive.register_fake(lambda x: x.new_empty(torch.library.get_ctx().new_dynamic_size()))
-
 ALL = ("probe::triple", "probe::pair", "probe::many", "probe::write", "probe::reshape", "probe::positive")
 
 

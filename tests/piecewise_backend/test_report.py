@@ -3,8 +3,10 @@ import torch
 
 from piecewise_backend.backend import mrv2
 from piecewise_backend.reasons import FallbackError, Reason, ReasonCode, Reasons
-from piecewise_backend.report import Report, SizeReport
+from piecewise_backend.reporting.records import SizeReport
+from piecewise_backend.reporting.report import Report
 from tests.piecewise_backend.operators import triple
+from tests.tiny import TinyDecoder, make_runner
 
 
 def report_of(calls=3, **options):
@@ -78,6 +80,14 @@ def test_it_reads_well():
         assert expected in text, expected
     assert "\x1b" not in text
     assert max(map(len, text.splitlines())) <= 140
+
+
+def test_the_program_is_printed_folded_with_a_word_and_a_shape_for_each_fate():
+    lines = str(make_runner(model=TinyDecoder(num_layers=4)).report).splitlines()
+    (attention,) = (line for line in lines if "x 3" in line and "mrv2::attention" in line)
+    assert attention.split()[:5] == ["1,", "3,", "5", "x", "3"]
+    assert "● recorded ○ eager" in attention
+    assert "mode PIECEWISE runs attention between graphs" in attention
 
 
 def test_fallbacks_are_errors_where_the_user_wants_that():

@@ -1,34 +1,18 @@
-"""The command `mrv2`."""
+"""`mrv2 generate`."""
 
 from __future__ import annotations
 
 import argparse
-import logging
-import sys
-from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
 
+from piecewise_backend.cli.values import dtype_named, sizes
 from piecewise_backend.config import MODES, parse_options
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns its exit status: 0, or 2 for input it cannot use."""
-    arguments = _parser().parse_args(argv)
-    logging.basicConfig(level=logging.INFO if arguments.verbose else logging.WARNING, format="%(name)s: %(message)s")
-    try:
-        return arguments.run(arguments)
-    except (ValueError, FileNotFoundError, ImportError) as error:
-        print(f"mrv2: {error}", file=sys.stderr)
-        return 2
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="mrv2", description="CUDA graphs for any PyTorch model.")
-    parser.add_argument("-v", "--verbose", action="store_true", help="show what is compiled and captured as it happens")
-    commands = parser.add_subparsers(required=True, metavar="command")
-
+def add_to(commands: Any) -> None:
+    """Add the subcommand to argparse's subparsers."""
     generate = commands.add_parser("generate", help="write text with a model, then print the report")
     generate.add_argument("--model", required=True, help="a local folder, a .gguf file, or smollm2")
     generate.add_argument("--prompt", required=True, action="append", help="may be given several times")
@@ -39,7 +23,7 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--device", default=None, help="cpu or cuda (default: cuda where there is one)")
     generate.add_argument("--dtype", default=None, help="float32, float16 or bfloat16 (default: the model's own)")
     generate.add_argument("--attention-backend", default=None, help="force one (default: the best that works)")
-    generate.add_argument("--capture-sizes", type=_sizes, default=None, help="for example 1,2,4,8")
+    generate.add_argument("--capture-sizes", type=sizes, default=None, help="for example 1,2,4,8")
     generate.add_argument(
         "--max-num-tokens", type=int, default=None, help="tokens in one step (default: 512, 64 on a CPU)"
     )
@@ -54,21 +38,11 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--top-k", type=int, default=0)
     generate.add_argument("--top-p", type=float, default=1.0)
     generate.add_argument("--seed", type=int, default=None)
-    generate.set_defaults(run=_generate)
-
-    doctor = commands.add_parser("doctor", help="say what this machine can do, and why not more")
-    doctor.set_defaults(run=_doctor)
-    return parser
+    generate.set_defaults(run=run)
 
 
-def _sizes(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"expected sizes such as 1,2,4,8, got {text!r}") from None
-
-
-def _generate(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> int:
+    """Write text, then print the report; always 0. ValueError for what cannot be used."""
     import torch
     import transformers
 
@@ -76,7 +50,7 @@ def _generate(arguments: argparse.Namespace) -> int:
 
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    dtype = _dtype(arguments.dtype, torch)
+    dtype = dtype_named(arguments.dtype)
     params = SamplingParams(
         max_tokens=arguments.max_tokens,
         temperature=arguments.temperature,
@@ -132,22 +106,3 @@ def _stream(llm: Any, prompts: list[str], params: Any) -> None:
     for prompt, completion in zip(prompts, llm.generate(prompts, params), strict=True):
         text = completion.text if completion.error is None else f"\n  refused: {completion.error}"
         print(f"{prompt}{text}\n")
-
-
-def _dtype(name: str | None, torch: Any) -> Any:
-    if name is None:
-        return None
-    if name not in ("float32", "float16", "bfloat16"):
-        raise ValueError(f"unknown dtype {name!r}; allowed: float32, float16, bfloat16")
-    return getattr(torch, name)
-
-
-def _doctor(arguments: argparse.Namespace) -> int:
-    from piecewise_backend.doctor import table
-
-    Console().print(table())
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

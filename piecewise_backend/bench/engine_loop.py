@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
-from attention.huggingface import PagedCausalLM
 from piecewise_backend.runner import LLM, SamplingParams, ScheduledRequest
 
 
@@ -22,16 +22,19 @@ class EngineSettings:
     chunk: int
     """Tokens of a step at most: prompts are computed in such chunks."""
     num_blocks: int | None = None
+    vocab_size: int | None = None
+    """None: as the model's config has it."""
 
 
 class EngineLoop:
     """See `EagerLoop` for the methods."""
 
-    def __init__(self, model: PagedCausalLM, mode: str, backend: str, settings: EngineSettings) -> None:
-        self.name, self.settings = f"{mode} {backend}", settings
+    def __init__(self, model: nn.Module, mode: str, backend: str | None, settings: EngineSettings) -> None:
+        self.name, self.settings = f"{mode} {backend or 'auto'}", settings
         self.llm = LLM(
             model,
-            device=model.lm_head.weight.device,
+            device=next(model.parameters()).device,
+            vocab_size=settings.vocab_size,
             mode=mode,
             options=settings.options,
             max_num_tokens=settings.chunk,

@@ -1,0 +1,1 @@
+"""Everything that becomes of a model, written to a folder: `piecewise_backend.dump`."""

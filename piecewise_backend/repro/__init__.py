@@ -1,0 +1,1 @@
+"""One piece of a compiled model as a script of its own."""
