@@ -1,6 +1,7 @@
 """Every notebook runs from its first cell to its last in a fresh kernel, and what is stored with it is small."""
 
 import ast
+import base64
 import json
 import re
 from collections.abc import Iterator
@@ -15,7 +16,12 @@ ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 KERNEL = "mrv2-tests"
 TIMEOUT_S = 300
+MAX_CELLS = 27
 MAX_OUTPUT_BYTES = 20_000
+"""Of a notebook, images apart."""
+MAX_IMAGE_BYTES = 60_000
+NOT_STORED = "output-not-stored"
+"""Tag of a cell whose output is too large to be stored."""
 # Two components at least; not the tail of a relative path, of a word, or of an address.
 ABSOLUTE_PATH = re.compile(r"(?<![\w.:/<-])(?:~|/[\w.-]+)/[\w.-]+|\b[A-Za-z]:\\\w")
 
@@ -42,16 +48,33 @@ def outputs(path: Path) -> list[nbformat.NotebookNode]:
     return [output for cell in code_cells(nbformat.read(path, as_version=4)) for output in cell.outputs]
 
 
-def texts(value: object, key: str = "") -> Iterator[str]:
-    """Strings within an output. Images are left out: their characters mean nothing."""
+def without_images(value: object) -> object:
+    """An output less its images: their characters mean nothing, and their size is measured apart."""
+    if isinstance(value, dict):
+        return {name: without_images(item) for name, item in value.items() if not name.startswith("image/")}
+    return [without_images(item) for item in value] if isinstance(value, list) else value
+
+
+def image_sizes(path: Path) -> list[int]:
+    """Bytes of each stored image."""
+    found = [item for output in outputs(path) for item in output.get("data", {}).items()]
+    return [
+        len(data.encode() if kind == "image/svg+xml" else base64.b64decode(data))
+        for kind, data in found
+        if kind.startswith("image/")
+    ]
+
+
+def texts(value: object) -> Iterator[str]:
+    """Strings within an output."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
-        for name, item in value.items():
-            yield from texts(item, name)
-    elif isinstance(value, list) and not key.startswith("image/"):
+        for item in value.values():
+            yield from texts(item)
+    elif isinstance(value, list):
         for item in value:
-            yield from texts(item, key)
+            yield from texts(item)
 
 
 def test_there_are_notebooks() -> None:
@@ -79,15 +102,29 @@ def test_the_last_code_cell_of_a_notebook_asserts_something(path: Path) -> None:
 def test_outputs_stored_in_a_notebook_are_small(path: Path) -> None:
     found = outputs(path)
     assert found, f"{path.name} is stored without outputs: execute it"
-    size = len(json.dumps(found).encode())
+    size = len(json.dumps(without_images(found)).encode())
     assert size < MAX_OUTPUT_BYTES, f"{size} bytes of outputs; allowed are {MAX_OUTPUT_BYTES}"
+    images = image_sizes(path)
+    assert max(images, default=0) < MAX_IMAGE_BYTES, f"images of {images} bytes; allowed are {MAX_IMAGE_BYTES} each"
+
+
+@each_notebook
+def test_an_output_too_large_to_be_stored_is_cleared(path: Path) -> None:
+    tagged = [c for c in code_cells(nbformat.read(path, as_version=4)) if NOT_STORED in c.metadata.get("tags", ())]
+    assert not any(cell.outputs for cell in tagged), f"clear the outputs of cells tagged {NOT_STORED!r}"
+
+
+@each_notebook
+def test_a_notebook_is_short_enough_to_be_read(path: Path) -> None:
+    cells = nbformat.read(path, as_version=4).cells
+    assert len(cells) <= MAX_CELLS, f"{len(cells)} cells; allowed are {MAX_CELLS}"
 
 
 @each_notebook
 def test_outputs_stored_in_a_notebook_hold_no_error_and_no_absolute_path(path: Path) -> None:
     found = outputs(path)
     assert not [output for output in found if output.output_type == "error"]
-    paths = [match[0] for text in texts(found) for match in ABSOLUTE_PATH.finditer(text)]
+    paths = [match[0] for text in texts(without_images(found)) for match in ABSOLUTE_PATH.finditer(text)]
     assert not paths, f"absolute paths in the outputs of {path.name}: {paths}"
 
 

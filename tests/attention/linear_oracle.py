@@ -10,6 +10,7 @@ import torch
 
 from attention.backends.linear_attention import LinearAttentionImpl, LinearAttentionMetadata
 from attention.backends.linear_attention import LinearAttentionMetadataBuilder as Builder
+from attention.backends.linear_attention.step import Step as StepTensors
 from attention.metadata import CommonAttentionMetadata
 from attention.specs import LinearAttentionSpec
 from tests.attention.oracle import TOLERANCE
@@ -24,7 +25,10 @@ def with_forward(impl: LinearAttentionImpl, batch: Batch, metadata: LinearAttent
 
 def with_kernels(impl: LinearAttentionImpl, batch: Batch, metadata: LinearAttentionMetadata) -> None:
     """What `forward` runs on a GPU; on the CPU, in Triton's interpreter."""
-    impl._run_kernels((*batch.inputs, batch.recurrent_state), metadata, batch.out)
+    inputs = dict(zip(("query", "key", "value", "log_decay", "beta"), batch.inputs, strict=True))
+    facts = {name: getattr(metadata, name) for name in ("query_start_loc", "seq_lens", "state_slots")}
+    step = StepTensors(**inputs, **facts, recurrent_state=batch.recurrent_state, out=batch.out, scale=impl.spec.scale)
+    impl._run_kernels(step, metadata)
 
 
 def make_spec(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -87,6 +88,24 @@ class PagedBatch:
         self.requests: Requests = ()
         self.expected = torch.empty(0)
 
+    @classmethod
+    def padded(cls, spec: AttentionSpec, requests: Requests, **settings: Any) -> PagedBatch:
+        """Loaded with `requests`, and padded by five tokens and two requests; others as for `PagedBatch`."""
+        num_tokens = sum(query_len for query_len, _ in requests) + 5
+        batch = cls(spec, num_tokens=num_tokens, num_reqs=len(requests) + 2, **settings)
+        batch.fill(requests)
+        return batch
+
+    @property
+    def limits(self) -> dict[str, Any]:
+        """What a builder for such batches is made with."""
+        return {
+            "max_num_reqs": self.num_reqs,
+            "max_num_tokens": self.num_tokens,
+            "max_model_len": self.max_model_len,
+            "device": self.device,
+        }
+
     def fill(self, requests: Requests) -> None:
         """Load a random batch of these lengths; `expected` is then [true tokens, num_heads, d] fp64."""
         spec, requests = self.spec, [*requests] + [(0, 0)] * (self.num_reqs - len(requests))
@@ -138,6 +157,11 @@ class PagedBatch:
         self.query_start_loc.copy_(torch.tensor(starts, dtype=torch.int32))
         self.seq_lens.copy_(torch.tensor([seq_len for _, seq_len in requests], dtype=torch.int32))
         self.out.fill_(float("nan"))
+
+    def fill_at_random(self, rng: random.Random, *, max_query_len: int) -> None:
+        """Load a random batch of requests of up to `max_query_len` tokens."""
+        sizes = {"num_tokens": self.num_tokens, "num_reqs": self.num_reqs, "max_model_len": self.max_model_len}
+        self.fill(random_requests(rng, max_query_len=max_query_len, **sizes))
 
     def common(self, *, max_query_len: int | None = None, max_seq_len: int | None = None) -> CommonAttentionMetadata:
         """The batch's facts, with true maxima unless other upper bounds are given."""

@@ -13,6 +13,9 @@ import torch
 
 from attention.metadata import CommonAttentionMetadata
 
+implementations = pytest.mark.parametrize("name", ["reference", "kernels"], ids=["reference", "triton"])
+dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:

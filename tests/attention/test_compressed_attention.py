@@ -23,14 +23,13 @@ from tests.attention.serving import (
     Chunk,
     Schedule,
     Sizes,
+    dtypes,
+    implementations,
     random_schedule,
     same_bytes,
     skip_without_interpreter,
 )
 from tests.attention.test_kv_compressor import Compressor, dense_entries
-
-implementations = pytest.mark.parametrize("name", ["reference", "kernels"], ids=["reference", "triton"])
-dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 
 
 def dense_attention(
@@ -102,8 +101,7 @@ class CompressedAttention:
             return
         from attention.backends.compressed_attention.kernels import compressed_attention
 
-        facts = (metadata.block_table, metadata.token_request, metadata.query_start_loc, metadata.seq_lens)
-        compressed_attention(self.query[rows], self.local, self.compressed, *facts, self.out[rows], **self.shape)
+        compressed_attention(self.query[rows], self.local, self.compressed, metadata, self.out[rows], self.spec)
 
     def write_caches(self, chunk: Chunk) -> None:
         """The chunk's latents and the entries that it completes; before its sequence's first token, NaN everywhere."""

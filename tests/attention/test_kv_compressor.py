@@ -18,14 +18,13 @@ from tests.attention.serving import (
     Chunk,
     Schedule,
     Sizes,
+    dtypes,
+    implementations,
     poisoned_memory,
     random_schedule,
     same_bytes,
     skip_without_interpreter,
 )
-
-implementations = pytest.mark.parametrize("name", ["reference", "kernels"], ids=["reference", "triton"])
-dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 
 
 def dense_entries(

@@ -14,20 +14,14 @@ from attention.base import AttentionBackend, AttentionImpl, MetadataBuilder
 from attention.ops import write_kv_cache
 from attention.registry import choose_backend, get_backend
 from attention.specs import AttentionSpec
-from tests.attention.oracle import Case, PagedBatch, grid, random_requests
+from tests.attention.oracle import Case, PagedBatch, grid
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
 
 
 def make(backend: type[AttentionBackend], batch: PagedBatch) -> tuple[MetadataBuilder[Any], AttentionImpl[Any]]:
-    builder: Any = backend.get_builder_cls()(
-        batch.spec,
-        max_num_reqs=batch.num_reqs,
-        max_num_tokens=batch.num_tokens,
-        max_model_len=batch.max_model_len,
-        device=CUDA,
-    )
+    builder: Any = backend.get_builder_cls()(batch.spec, **batch.limits)
     if backend.name == "triton":
         builder.partial_out.fill_(float("nan"))
         builder.partial_lse.fill_(float("nan"))
@@ -45,14 +39,7 @@ def test_the_backend_agrees_with_dense_attention(
     backend: type[AttentionBackend], case: Case, max_model_len: int
 ) -> None:
     """A longer model splits the keys further: for capture, plans are made for its length."""
-    batch = PagedBatch(
-        case.spec,
-        num_tokens=sum(query_len for query_len, _ in case.lengths) + 5,
-        num_reqs=len(case.lengths) + 2,
-        max_model_len=max_model_len,
-        device=CUDA,
-    )
-    batch.fill(case.lengths)
+    batch = PagedBatch.padded(case.spec, case.lengths, max_model_len=max_model_len, device=CUDA)
     builder, impl = make(backend, batch)
     impl.forward(batch.query, batch.kv_cache, builder.build(batch.common(), for_capture=True), batch.out)
     batch.assert_out_is_right()
@@ -133,15 +120,7 @@ def test_a_graph_recorded_on_one_batch_is_right_for_twenty_others(
 
     rng = random.Random(0)
     for _ in range(20):
-        batch.fill(
-            random_requests(
-                rng,
-                num_tokens=num_tokens,
-                num_reqs=num_reqs,
-                max_query_len=max_query_len,
-                max_model_len=2048,
-            )
-        )
+        batch.fill_at_random(rng, max_query_len=max_query_len)
         graph.replay()
         batch.assert_out_is_right()
         assert not metadata.arrivals.any()

@@ -8,8 +8,8 @@ import torch
 
 from attention.backends.compressed_attention import reference
 from attention.backends.devices import unsupported_device
-from attention.base import AttentionBackend, AttentionCGSupport, MetadataBuilder
-from attention.metadata import CommonAttentionMetadata
+from attention.backends.views import ViewsBuilder
+from attention.base import AttentionBackend
 from attention.specs import CompressedAttentionSpec
 
 _MAX_HEAD_SIZE = 512
@@ -26,21 +26,10 @@ class CompressedAttentionMetadata:
     block_table: torch.Tensor
 
 
-class CompressedAttentionMetadataBuilder(MetadataBuilder[CompressedAttentionMetadata]):
-    """Hands the runner's buffers on."""
+class CompressedAttentionMetadataBuilder(ViewsBuilder[CompressedAttentionMetadata]):
+    """Each token finds its request and the keys it sees on the device."""
 
-    # Each token finds its request and the keys it sees on the device, whatever the mix.
-    cudagraph_support = AttentionCGSupport.ALWAYS
-    advances_on_device = True
-
-    def build(self, common: CommonAttentionMetadata, *, for_capture: bool) -> CompressedAttentionMetadata:
-        """See `MetadataBuilder.build`."""
-        return CompressedAttentionMetadata(
-            token_request=common.token_request,
-            query_start_loc=common.query_start_loc,
-            seq_lens=common.seq_lens,
-            block_table=common.block_table,
-        )
+    metadata_cls = CompressedAttentionMetadata
 
 
 class CompressedAttentionImpl:
@@ -67,19 +56,7 @@ class CompressedAttentionImpl:
             from attention.backends.compressed_attention.kernels import compressed_attention
         else:
             compressed_attention = reference.compressed_attention
-        compressed_attention(
-            query,
-            local_cache,
-            compressed_cache,
-            metadata.block_table,
-            metadata.token_request,
-            metadata.query_start_loc,
-            metadata.seq_lens,
-            out,
-            scale=self.spec.scale,
-            window=self.spec.window,
-            ratio=self.spec.ratio,
-        )
+        compressed_attention(query, local_cache, compressed_cache, metadata, out, self.spec)
 
 
 class CompressedAttentionBackend(AttentionBackend):

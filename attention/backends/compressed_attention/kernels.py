@@ -4,14 +4,19 @@ The grid depends on sizes alone: each program finds its request and its keys on 
 launch is right for any batch.
 """
 
-# mypy: disallow-incomplete-defs=False, check-untyped-defs=False
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
+
+from attention.specs import CompressedAttentionSpec
+
+if TYPE_CHECKING:
+    from attention.backends.compressed_attention.backend import CompressedAttentionMetadata
 
 _LOG2_E = math.log2(math.e)
 _TILE = 8192
@@ -136,24 +141,14 @@ def compressed_attention(
     query: torch.Tensor,
     local_cache: torch.Tensor,
     compressed_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    token_request: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    seq_lens: torch.Tensor,
+    metadata: CompressedAttentionMetadata,
     out: torch.Tensor,
-    *,
-    scale: float,
-    window: int,
-    ratio: int,
+    spec: CompressedAttentionSpec,
 ) -> None:
-    """See `attention.layers.CompressedAttention`; rows of padded tokens in `out` are left as they are.
-
-    query, out: [T, num_heads, head_size]. local_cache: [num_blocks, block_size, head_size]. compressed_cache:
-    [num_blocks, block_size // ratio, head_size]. block_table: [max_num_reqs, max_num_blocks] int32. token_request
-    [>= T], query_start_loc [>= num_reqs + 1], seq_lens [>= num_reqs]: int32. Accumulated in fp32. All on one CUDA
-    device; any strides, with last dimensions contiguous.
-    """
+    """See `CompressedAttentionImpl.forward`. Accumulated in fp32. All on one CUDA device; any strides, with last
+    dimensions contiguous."""
     num_tokens, num_heads, head_size = query.shape
+    block_table = metadata.block_table
     tensors = {"query": query, "local_cache": local_cache, "compressed_cache": compressed_cache, "out": out}
     strided = {name: tensor.stride() for name, tensor in tensors.items() if tensor.stride(-1) != 1}
     if strided or block_table.stride(1) != 1:
@@ -169,30 +164,21 @@ def compressed_attention(
     most_heads = 16 if single else max(16, min(64, _TILE // block_d))
     block_h = min(most_heads, max(16, triton.next_power_of_2(num_heads)))
     compressed_attention_kernel[(num_tokens, triton.cdiv(num_heads, block_h))](
-        query,
-        local_cache,
-        compressed_cache,
-        block_table,
-        token_request,
-        query_start_loc,
-        seq_lens,
+        *(query, local_cache, compressed_cache),
+        *(block_table, metadata.token_request, metadata.query_start_loc, metadata.seq_lens),
         out,
-        scale * _LOG2_E,
-        query.stride(0),
-        query.stride(1),
-        out.stride(0),
-        out.stride(1),
-        local_cache.stride(0),
-        local_cache.stride(1),
-        compressed_cache.stride(0),
-        compressed_cache.stride(1),
+        spec.scale * _LOG2_E,
+        *query.stride()[:2],
+        *out.stride()[:2],
+        *local_cache.stride()[:2],
+        *compressed_cache.stride()[:2],
         block_table.stride(0),
         NUM_HEADS=num_heads,
         HEAD_SIZE=head_size,
         BLOCK_SIZE=local_cache.shape[1],
         PER_BLOCK=compressed_cache.shape[1],
-        WINDOW=window,
-        RATIO=ratio,
+        WINDOW=spec.window,
+        RATIO=spec.ratio,
         BLOCK_H=block_h,
         BLOCK_N=16 if single else 32,
         BLOCK_D=block_d,

@@ -2,34 +2,30 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from attention.backends.chunks import chunks
+from attention.specs import CompressedAttentionSpec
+
+if TYPE_CHECKING:
+    from attention.backends.compressed_attention.backend import CompressedAttentionMetadata
 
 
 def compressed_attention(
     query: torch.Tensor,
     local_cache: torch.Tensor,
     compressed_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    token_request: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    seq_lens: torch.Tensor,
+    metadata: CompressedAttentionMetadata,
     out: torch.Tensor,
-    *,
-    scale: float,
-    window: int,
-    ratio: int,
+    spec: CompressedAttentionSpec,
 ) -> None:
-    """See `attention.layers.CompressedAttention`; rows of padded tokens in `out` are left as they are.
-
-    query, out: [T, num_heads, head_size]. local_cache: [num_blocks, block_size, head_size]. compressed_cache:
-    [num_blocks, block_size // ratio, head_size]. block_table: [max_num_reqs, max_num_blocks] int32. token_request
-    [>= T], query_start_loc [>= num_reqs + 1], seq_lens [>= num_reqs]: int32. Computed in fp32 at least. All on the CPU.
-    """
+    """See `CompressedAttentionImpl.forward`. Computed in fp32 at least. All on the CPU."""
     compute = torch.promote_types(query.dtype, torch.float32)
-    for chunk in chunks(query.shape[0], token_request, query_start_loc, seq_lens):
-        table = block_table[chunk.request]
+    window, ratio = spec.window, spec.ratio
+    for chunk in chunks(query.shape[0], metadata.token_request, metadata.query_start_loc, metadata.seq_lens):
+        table = metadata.block_table[chunk.request]
         positions = torch.arange(chunk.start, chunk.seq_len)[:, None]
         # Only what some query of the request sees is read: beyond it the caches and the table may hold anything.
         latents = torch.arange(max(0, chunk.start - window + 1), chunk.seq_len)
@@ -37,7 +33,7 @@ def compressed_attention(
         keys = torch.cat([_rows(local_cache, table, latents), _rows(compressed_cache, table, entries)]).to(compute)
         in_window = (latents <= positions) & (latents > positions - window)
         complete = (entries + 1) * ratio - 1 <= positions
-        scores = torch.einsum("qhd,nd->hqn", query[chunk.tokens].to(compute), keys) * scale
+        scores = torch.einsum("qhd,nd->hqn", query[chunk.tokens].to(compute), keys) * spec.scale
         scores = scores.masked_fill(~torch.cat([in_window, complete], dim=1), float("-inf"))
         out[chunk.tokens] = torch.einsum("hqn,nd->qhd", scores.softmax(-1), keys).to(out.dtype)
 

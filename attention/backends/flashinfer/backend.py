@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Unpack
 
 import torch
 
@@ -17,6 +18,7 @@ from attention.backends.flashinfer.wrappers import (
     Wrapper,
     library,
 )
+from attention.backends.limits import BuilderLimits
 from attention.base import AttentionBackend, AttentionCGSupport, AttentionImpl, MetadataBuilder, UncapturableMetadata
 from attention.metadata import CommonAttentionMetadata
 from attention.specs import AttentionSpec
@@ -50,25 +52,13 @@ class FlashInferMetadataBuilder(MetadataBuilder[FlashInferMetadata]):
 
     cudagraph_support = AttentionCGSupport.ALWAYS
 
-    def __init__(
-        self,
-        spec: AttentionSpec,
-        *,
-        max_num_reqs: int,
-        max_num_tokens: int,
-        max_model_len: int,
-        device: torch.device,
-    ) -> None:
-        super().__init__(
-            spec,
-            max_num_reqs=max_num_reqs,
-            max_num_tokens=max_num_tokens,
-            max_model_len=max_model_len,
-            device=device,
-        )
-        self.num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+    def __init__(self, spec: AttentionSpec, **limits: Unpack[BuilderLimits]) -> None:
+        super().__init__(spec, **limits)
+        self.num_sms = torch.cuda.get_device_properties(self.device).multi_processor_count
         self.buffers = IndexBuffers.allocate(
-            max_num_reqs=max_num_reqs, blocks_per_request=-(-max_model_len // spec.block_size), device=device
+            max_num_reqs=self.max_num_reqs,
+            blocks_per_request=-(-self.max_model_len // spec.block_size),
+            device=self.device,
         )
         self._plain: dict[bool, Wrapper] = {}
         self._recorded: dict[tuple[bool, int, int], Wrapper] = {}

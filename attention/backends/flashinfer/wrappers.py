@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -63,6 +63,19 @@ class GraphSizes:
     plan_bytes: int
 
 
+class PlanArrays(NamedTuple):
+    """A batch's index arrays as `plan` takes them: int32, all but `pages` in pinned memory."""
+
+    starts: torch.Tensor
+    """[num_reqs + 1]: first query token of each request, and the end."""
+    page_indptr: torch.Tensor
+    """[num_reqs + 1]: first page of each request, and the end."""
+    pages: torch.Tensor
+    """Pages of all requests, on the device."""
+    last_page_len: torch.Tensor
+    """[num_reqs]: tokens of the last page."""
+
+
 class Wrapper(ABC):
     """One of the library's wrappers, plain or for recordings (`sizes`), and pinned memory to plan it from.
 
@@ -71,11 +84,7 @@ class Wrapper(ABC):
     """
 
     def __init__(
-        self,
-        spec: AttentionSpec,
-        buffers: IndexBuffers,
-        workspace: torch.Tensor,
-        sizes: GraphSizes | None = None,
+        self, spec: AttentionSpec, buffers: IndexBuffers, workspace: torch.Tensor, sizes: GraphSizes | None = None
     ) -> None:
         self.spec = spec
         self.sizes = sizes
@@ -112,8 +121,13 @@ class Wrapper(ABC):
         starts.copy_(query_start_loc)
         fill_page_table(seq_lens, self.spec.block_size, page_indptr, last_page_len)
         pages = page_indices[: int(page_indptr[-1])]
-        self._plan_library(starts, page_indptr, pages, last_page_len, max_query_len)
+        self._plan_library(PlanArrays(starts, page_indptr, pages, last_page_len), max_query_len)
         self._sent.record(torch.cuda.current_stream(self.device))
+
+    def _shape(self) -> tuple[int, int, int, int]:
+        """What decode and prefill are told alike, by position."""
+        spec = self.spec
+        return spec.num_heads, spec.num_kv_heads, spec.head_size, spec.block_size
 
     def _variant(self) -> dict[str, Any]:
         """What decode and prefill are told alike: which kernel, and the numbers it takes."""
@@ -132,15 +146,8 @@ class Wrapper(ABC):
         """The library's wrapper; for recordings of `num_reqs` requests, if given."""
 
     @abstractmethod
-    def _plan_library(
-        self,
-        starts: torch.Tensor,
-        page_indptr: torch.Tensor,
-        pages: torch.Tensor,
-        last_page_len: torch.Tensor,
-        max_query_len: int,
-    ) -> None:
-        """Plan the library's wrapper from arrays in pinned memory (`pages`: on the device), and set `num_rows`."""
+    def _plan_library(self, arrays: PlanArrays, max_query_len: int) -> None:
+        """Plan the library's wrapper, and set `num_rows`."""
 
 
 class DecodeWrapper(Wrapper):
@@ -164,37 +171,17 @@ class DecodeWrapper(Wrapper):
             }
         return library().BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", **settings)
 
-    def _plan_library(
-        self,
-        starts: torch.Tensor,
-        page_indptr: torch.Tensor,
-        pages: torch.Tensor,
-        last_page_len: torch.Tensor,
-        max_query_len: int,
-    ) -> None:
-        spec = self.spec
-        self.num_rows = last_page_len.shape[0]
-        self._library.plan(
-            page_indptr,
-            pages,
-            last_page_len,
-            spec.num_heads,
-            spec.num_kv_heads,
-            spec.head_size,
-            spec.block_size,
-            **self._variant(),
-        )
+    def _plan_library(self, arrays: PlanArrays, max_query_len: int) -> None:
+        self.num_rows = arrays.last_page_len.shape[0]
+        pages = (arrays.page_indptr, arrays.pages, arrays.last_page_len)
+        self._library.plan(*pages, *self._shape(), **self._variant())
 
 
 class PrefillWrapper(Wrapper):
     """Any query lengths, zero included. Covers the true tokens and no others."""
 
     def __init__(
-        self,
-        spec: AttentionSpec,
-        buffers: IndexBuffers,
-        workspace: torch.Tensor,
-        sizes: GraphSizes | None = None,
+        self, spec: AttentionSpec, buffers: IndexBuffers, workspace: torch.Tensor, sizes: GraphSizes | None = None
     ) -> None:
         super().__init__(spec, buffers, workspace, sizes)
         if sizes is not None:
@@ -217,25 +204,11 @@ class PrefillWrapper(Wrapper):
             }
         return library().BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", **settings)
 
-    def _plan_library(
-        self,
-        starts: torch.Tensor,
-        page_indptr: torch.Tensor,
-        pages: torch.Tensor,
-        last_page_len: torch.Tensor,
-        max_query_len: int,
-    ) -> None:
-        spec = self.spec
-        self.num_rows = int(starts[-1])
+    def _plan_library(self, arrays: PlanArrays, max_query_len: int) -> None:
+        self.num_rows = int(arrays.starts[-1])
         self._library.plan(
-            starts,
-            page_indptr,
-            pages,
-            last_page_len,
-            spec.num_heads,
-            spec.num_kv_heads,
-            spec.head_size,
-            spec.block_size,
+            *arrays,
+            *self._shape(),
             causal=True,
             # Else the library looks for it in a Python loop over the requests.
             max_token_per_sequence=max_query_len,

@@ -6,10 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from attention.backends.devices import unsupported_device
-from attention.base import AttentionBackend, AttentionCGSupport, MetadataBuilder
-from attention.metadata import CommonAttentionMetadata
-from attention.specs import KVCompressorSpec
+from attention.backends.in_piece import InPieceBackend
+from attention.backends.views import ViewsBuilder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,40 +21,18 @@ class KVCompressorMetadata:
     block_table: torch.Tensor
 
 
-class KVCompressorMetadataBuilder(MetadataBuilder[KVCompressorMetadata]):
-    """Hands the runner's buffers on."""
+class KVCompressorMetadataBuilder(ViewsBuilder[KVCompressorMetadata]):
+    """Each token finds its request on the device."""
 
-    # Each token finds its request on the device, whatever the mix.
-    cudagraph_support = AttentionCGSupport.ALWAYS
-    advances_on_device = True
-
-    def build(self, common: CommonAttentionMetadata, *, for_capture: bool) -> KVCompressorMetadata:
-        """See `MetadataBuilder.build`."""
-        return KVCompressorMetadata(
-            token_request=common.token_request,
-            query_start_loc=common.query_start_loc,
-            seq_lens=common.seq_lens,
-            state_slots=common.state_slots,
-            block_table=common.block_table,
-        )
+    metadata_cls = KVCompressorMetadata
 
 
-class KVCompressorBackend(AttentionBackend):
-    """A Triton kernel on CUDA devices, plain PyTorch on the CPU."""
+class KVCompressorBackend(InPieceBackend):
+    """Windows of tokens, compressed."""
 
     name = "kv_compressor"
-
-    @classmethod
-    def unsupported_reason(cls, spec: KVCompressorSpec, device: torch.device) -> str | None:
-        """See `AttentionBackend.unsupported_reason`."""
-        return unsupported_device(device)
 
     @staticmethod
     def get_builder_cls() -> type[KVCompressorMetadataBuilder]:
         """See `AttentionBackend.get_builder_cls`."""
         return KVCompressorMetadataBuilder
-
-    @staticmethod
-    def get_impl_cls() -> None:
-        """The operator takes tensors alone."""
-        return None

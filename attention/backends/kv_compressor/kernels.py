@@ -3,7 +3,6 @@
 Grids depend on sizes alone: each program finds its request on the device, so a recorded launch is right for any batch.
 """
 
-# mypy: disallow-incomplete-defs=False, check-untyped-defs=False
 from __future__ import annotations
 
 import torch
@@ -156,55 +155,37 @@ def compress_kv(
     query_start_loc [>= num_reqs + 1], seq_lens and state_slots [>= num_reqs]: int32. Computed in fp32. All on one CUDA
     device; any strides, with last dimensions contiguous.
     """
+    _check_strides(
+        score, block_table, kv=kv, weight=weight, window_state=window_state, compressed_cache=compressed_cache
+    )
     num_tokens, dim = kv.shape
-    tensors = {"kv": kv, "weight": weight, "window_state": window_state, "compressed_cache": compressed_cache}
+    if num_tokens == 0:
+        return
+    block_d = triton.next_power_of_2(dim)
+    strides = (kv.stride(0), score.stride(0), score.stride(1), *window_state.stride()[:3])
+    facts = (token_request, query_start_loc, seq_lens, state_slots)
+    sizes = {
+        "DIM": dim,
+        "NUM_STATES": window_state.shape[1],
+        "BLOCK_D": block_d,
+        "num_warps": 4 if block_d <= 1024 else 8,
+    }
+    compress_kernel[(num_tokens,)](
+        *(kv, score, weight, window_state, compressed_cache, block_table, *facts, eps),
+        *(*strides, *compressed_cache.stride()[:2], block_table.stride(0)),
+        RATIO=ratio,
+        PER_BLOCK=compressed_cache.shape[1],
+        ROWS=max(1, min(triton.next_power_of_2(ratio), _TILE // block_d)),
+        **sizes,
+    )
+    # A launch of its own: within one, a program could overwrite what another has yet to read.
+    write_window_kernel[(num_tokens,)](kv, score, window_state, *facts, *strides, **sizes)
+
+
+def _check_strides(score: torch.Tensor, block_table: torch.Tensor, **tensors: torch.Tensor) -> None:
     strided = {name: tensor.stride() for name, tensor in tensors.items() if tensor.stride(-1) != 1}
     if strided or score.stride(1) not in (0, 1) or block_table.stride(1) != 1:
         raise ValueError(
             "compress_kv needs contiguous last dimensions (of score, or expanded), got strides "
             f"{strided}, score {score.stride()}, block_table {block_table.stride()}; call .contiguous()"
         )
-    if num_tokens == 0:
-        return
-    block_d = triton.next_power_of_2(dim)
-    strides = (kv.stride(0), score.stride(0), score.stride(1), *window_state.stride()[:3])
-    num_warps = 4 if block_d <= 1024 else 8
-    compress_kernel[(num_tokens,)](
-        kv,
-        score,
-        weight,
-        window_state,
-        compressed_cache,
-        block_table,
-        token_request,
-        query_start_loc,
-        seq_lens,
-        state_slots,
-        eps,
-        *strides,
-        compressed_cache.stride(0),
-        compressed_cache.stride(1),
-        block_table.stride(0),
-        DIM=dim,
-        RATIO=ratio,
-        NUM_STATES=window_state.shape[1],
-        PER_BLOCK=compressed_cache.shape[1],
-        ROWS=max(1, min(triton.next_power_of_2(ratio), _TILE // block_d)),
-        BLOCK_D=block_d,
-        num_warps=num_warps,
-    )
-    # A launch of its own: within one, a program could overwrite what another has yet to read.
-    write_window_kernel[(num_tokens,)](
-        kv,
-        score,
-        window_state,
-        token_request,
-        query_start_loc,
-        seq_lens,
-        state_slots,
-        *strides,
-        DIM=dim,
-        NUM_STATES=window_state.shape[1],
-        BLOCK_D=block_d,
-        num_warps=num_warps,
-    )

@@ -21,13 +21,7 @@ def compress_kv(
     ratio: int,
     eps: float,
 ) -> None:
-    """See `attention.layers.KVCompressor`: writes the entries that this batch completes, and the windows' state.
-
-    kv, score: [T, dim], any strides. weight: [dim]. window_state: [num_slots, R, 2, dim] fp32, gets (kv, score) of the
-    last R tokens of each request; R is at least ratio - 1. compressed_cache: [num_blocks, block_size // ratio, dim].
-    block_table: [max_num_reqs, max_num_blocks] int32. token_request [>= T], query_start_loc [>= num_reqs + 1],
-    seq_lens and state_slots [>= num_reqs]: int32. Computed in fp32. All on the CPU.
-    """
+    """As `kernels.compress_kv`, of the same arguments, on the CPU: any strides. Computed in fp32."""
     num_states, per_block = window_state.shape[1], compressed_cache.shape[1]
     for chunk in chunks(kv.shape[0], token_request, query_start_loc, seq_lens):
         slot = int(state_slots[chunk.request])

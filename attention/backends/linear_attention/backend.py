@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Unpack
 
 import numpy as np
 import torch
 
 from attention.backends.devices import unsupported_device
+from attention.backends.limits import BuilderLimits
 from attention.backends.linear_attention.reference import gated_delta_rule
+from attention.backends.linear_attention.step import Step
 from attention.base import AttentionBackend, AttentionCGSupport, MetadataBuilder, UncapturableMetadata
 from attention.metadata import CommonAttentionMetadata
 from attention.specs import LinearAttentionSpec
@@ -19,8 +22,6 @@ CHUNK_SIZE = 64
 _MAX_HEAD_SIZE = 128
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _NUM_STAGING_BUFFERS = 3
-_Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-"""query, key, value, log_decay, beta, recurrent_state: see `LinearAttentionImpl.forward`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,25 +52,11 @@ class LinearAttentionMetadataBuilder(MetadataBuilder[LinearAttentionMetadata]):
     cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
     advances_on_device = True
 
-    def __init__(
-        self,
-        spec: LinearAttentionSpec,
-        *,
-        max_num_reqs: int,
-        max_num_tokens: int,
-        max_model_len: int,
-        device: torch.device,
-    ) -> None:
-        super().__init__(
-            spec,
-            max_num_reqs=max_num_reqs,
-            max_num_tokens=max_num_tokens,
-            max_model_len=max_model_len,
-            device=device,
-        )
+    def __init__(self, spec: LinearAttentionSpec, **limits: Unpack[BuilderLimits]) -> None:
+        super().__init__(spec, **limits)
         # Rounding up costs each request at most one chunk.
-        self.max_num_chunks = max_num_tokens // CHUNK_SIZE + max_num_reqs
-        self.plan = torch.zeros(self.max_num_chunks + max_num_reqs, 2, dtype=torch.int32, device=device)
+        self.max_num_chunks = self.max_num_tokens // CHUNK_SIZE + self.max_num_reqs
+        self.plan = torch.zeros(self.max_num_chunks + self.max_num_reqs, 2, dtype=torch.int32, device=self.device)
         self.staging = _Staging(self.plan)
 
     def build(self, common: CommonAttentionMetadata, *, for_capture: bool) -> LinearAttentionMetadata:
@@ -162,21 +149,32 @@ class LinearAttentionImpl:
         log_decay's and beta's excepted; other strides are free. Rows of `out` past the true tokens are left as they
         are.
         """
-        tensors = (query, key, value, log_decay, beta, recurrent_state)
+        step = Step(
+            query=query,
+            key=key,
+            value=value,
+            log_decay=log_decay,
+            beta=beta,
+            recurrent_state=recurrent_state,
+            query_start_loc=metadata.query_start_loc,
+            seq_lens=metadata.seq_lens,
+            state_slots=metadata.state_slots,
+            out=out,
+            scale=self.spec.scale,
+        )
         if query.device.type == "cpu":
-            facts = (metadata.query_start_loc, metadata.seq_lens, metadata.state_slots)
-            gated_delta_rule(*tensors, *facts, out, scale=self.spec.scale)
+            gated_delta_rule(step)
         else:
-            self._run_kernels(tensors, metadata, out)
+            self._run_kernels(step, metadata)
 
-    def _run_kernels(self, tensors: _Tensors, metadata: LinearAttentionMetadata, out: torch.Tensor) -> None:
+    def _run_kernels(self, step: Step, metadata: LinearAttentionMetadata) -> None:
         from attention.backends.linear_attention import launch  # Triton, which a machine without a GPU may lack
 
-        facts = (metadata.query_start_loc, metadata.seq_lens, metadata.state_slots)
-        launch.step_short_requests(*tensors, *facts, out, scale=self.spec.scale)
+        launch.step_short_requests(step)
         if metadata.num_chunks:
-            plans = (metadata.chunk_plan[: metadata.num_chunks], metadata.request_plan[: metadata.num_long_reqs])
-            launch.step_long_requests(*tensors, *facts, *plans, out, scale=self.spec.scale, chunk_size=CHUNK_SIZE)
+            chunk_plan = metadata.chunk_plan[: metadata.num_chunks]
+            request_plan = metadata.request_plan[: metadata.num_long_reqs]
+            launch.step_long_requests(step, chunk_plan, request_plan, chunk_size=CHUNK_SIZE)
 
 
 class LinearAttentionBackend(AttentionBackend):

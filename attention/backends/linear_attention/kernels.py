@@ -28,7 +28,6 @@ Decays are exp of sums of the log decays between two tokens. Sums are formed dir
 the chunk's start, which would cancel after a strong decay; they are masked before exp, and none is above 0.
 """
 
-# mypy: disallow-incomplete-defs=False, check-untyped-defs=False
 from __future__ import annotations
 
 import triton

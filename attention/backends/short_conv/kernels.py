@@ -3,7 +3,6 @@
 Grids depend on sizes alone: each row finds its request on the device, so a recorded launch is right for any batch.
 """
 
-# mypy: disallow-incomplete-defs=False, check-untyped-defs=False
 from __future__ import annotations
 
 import torch
@@ -125,60 +124,33 @@ def short_conv(
     seq_lens and state_slots [>= num_reqs]: int32. Accumulated in fp32. All on one CUDA device; any strides, with the
     last dimensions of x, bias and conv_state contiguous.
     """
+    _check_strides(x, bias, conv_state)
     num_tokens, dim = x.shape
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if num_tokens == 0:
+        return out
+    block_d = min(triton.next_power_of_2(dim), _MAX_BLOCK_D)
+    grid = (triton.cdiv(num_tokens, _BLOCK_T), triton.cdiv(dim, block_d))
+    facts = (token_request, query_start_loc, seq_lens, state_slots, num_tokens)
+    sizes = {"DIM": dim, "NUM_STATES": conv_state.shape[1], "BLOCK_T": _BLOCK_T, "BLOCK_D": block_d, "num_warps": 4}
+    state_strides = conv_state.stride()[:2]
+    conv_kernel[grid](
+        *(x, weight, bias, conv_state, out, *facts),
+        *(x.stride(0), *weight.stride(), *state_strides, out.stride(0)),
+        KERNEL_SIZE=weight.shape[1],
+        HAS_BIAS=bias is not None,
+        SILU=silu,
+        **sizes,
+    )
+    # A launch of its own: within one, a program could overwrite what another has yet to read.
+    write_state_kernel[grid](x, conv_state, *facts, x.stride(0), *state_strides, **sizes)
+    return out
+
+
+def _check_strides(x: torch.Tensor, bias: torch.Tensor | None, conv_state: torch.Tensor) -> None:
     if x.stride(1) != 1 or conv_state.stride(2) != 1 or (bias is not None and bias.stride(0) != 1):
         raise ValueError(
             "short_conv needs x, conv_state and bias with contiguous last dimensions, got strides "
             f"x {x.stride()}, conv_state {conv_state.stride()}, bias {bias.stride() if bias is not None else None}; "
             "call .contiguous()"
         )
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    if num_tokens == 0:
-        return out
-    block_d = min(triton.next_power_of_2(dim), _MAX_BLOCK_D)
-    grid = (triton.cdiv(num_tokens, _BLOCK_T), triton.cdiv(dim, block_d))
-    conv_kernel[grid](
-        x,
-        weight,
-        bias,
-        conv_state,
-        out,
-        token_request,
-        query_start_loc,
-        seq_lens,
-        state_slots,
-        num_tokens,
-        x.stride(0),
-        weight.stride(0),
-        weight.stride(1),
-        conv_state.stride(0),
-        conv_state.stride(1),
-        out.stride(0),
-        DIM=dim,
-        KERNEL_SIZE=weight.shape[1],
-        NUM_STATES=conv_state.shape[1],
-        HAS_BIAS=bias is not None,
-        SILU=silu,
-        BLOCK_T=_BLOCK_T,
-        BLOCK_D=block_d,
-        num_warps=4,
-    )
-    # A launch of its own: within one, a program could overwrite what another has yet to read.
-    write_state_kernel[grid](
-        x,
-        conv_state,
-        token_request,
-        query_start_loc,
-        seq_lens,
-        state_slots,
-        num_tokens,
-        x.stride(0),
-        conv_state.stride(0),
-        conv_state.stride(1),
-        DIM=dim,
-        NUM_STATES=conv_state.shape[1],
-        BLOCK_T=_BLOCK_T,
-        BLOCK_D=block_d,
-        num_warps=4,
-    )
-    return out

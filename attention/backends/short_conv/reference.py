@@ -19,12 +19,7 @@ def short_conv(
     state_slots: torch.Tensor,
     silu: bool,
 ) -> torch.Tensor:
-    """See `attention.layers.ShortConv`. Returns [T, dim], contiguous, in x's dtype; padded tokens' rows are undefined.
-
-    x: [T, dim]. weight: [dim, kernel_size]. bias: [dim] or None. conv_state: [num_slots, R, dim], gets the last R
-    inputs of each request; R is at least kernel_size - 1. token_request [>= T], query_start_loc [>= num_reqs + 1],
-    seq_lens and state_slots [>= num_reqs]: int32. Computed in fp32 at least. All on the CPU.
-    """
+    """As `kernels.short_conv`, of the same arguments and result, on the CPU: any strides. Computed in fp32 at least."""
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     compute = torch.promote_types(x.dtype, torch.float32)
     kernel_size, num_states = weight.shape[1], conv_state.shape[1]

@@ -9,7 +9,8 @@ import torch
 import triton
 
 from attention.backends.triton.bound import BoundLaunches, Launch
-from attention.backends.triton.kernels import attention_kernel, merge_kernel
+from attention.backends.triton.kernels import attention_kernel
+from attention.backends.triton.merge import merge_kernel
 from attention.backends.triton.plan import LaunchPlan, TritonMetadata, TritonMetadataBuilder
 from attention.backends.triton.tiles import (
     MAX_GROUP,

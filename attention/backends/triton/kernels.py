@@ -1,68 +1,13 @@
-"""The attention kernel, which also merges its splits of the KV axis, or leaves that to a kernel of its own.
+"""The attention kernel, which also merges its splits of the KV axis, or leaves that to a kernel of its own."""
 
-Nothing about a launch depends on a batch's content: each program finds its own work in `query_start_loc`
-and `seq_lens` on the device, or leaves. A recorded launch is right for any batch of the same padded sizes.
-"""
-
-# mypy: disallow-incomplete-defs=False, check-untyped-defs=False
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-
-@triton.jit
-def find_query_block(block, query_start_loc, num_reqs, BLOCK_Q: tl.constexpr, ONE_BLOCK: tl.constexpr):
-    """Query block -> its request, its first token, and the end of the request's tokens.
-
-    Request i starts at query block `query_start_loc[i] // BLOCK_Q + i`: never less than the blocks before it
-    need, and computable without a prefix sum. Blocks in excess have a first token that is not before the end.
-    With ONE_BLOCK no request is longer than BLOCK_Q, and block i is request i.
-    """
-    request = block
-    if not ONE_BLOCK:
-        request = 0
-        after = num_reqs
-        while after - request > 1:
-            middle = (request + after) // 2
-            if tl.load(query_start_loc + middle) // BLOCK_Q + middle <= block:
-                request = middle
-            else:
-                after = middle
-    start = tl.load(query_start_loc + request)
-    end = tl.load(query_start_loc + request + 1)
-    first = start
-    if not ONE_BLOCK:
-        first = start + (block - start // BLOCK_Q - request) * BLOCK_Q
-    return request, first, end
-
-
-@triton.jit
-def visible_keys(first, end, seq_len, BLOCK_Q: tl.constexpr, WINDOW: tl.constexpr):
-    """Keys that any row of a query block sees: [first_key, key_end)."""
-    # Token t of a request is at position t + seq_len - end.
-    key_end = tl.minimum(first + BLOCK_Q, end) + seq_len - end
-    first_key = 0
-    if WINDOW > 0:
-        first_key = tl.maximum(first + seq_len - end - WINDOW + 1, 0)
-    return first_key, key_end
-
-
-@triton.jit
-def share_of_split(first_key, key_end, split, num_splits, UNIT: tl.constexpr, SPLIT_KEYS: tl.constexpr):
-    """Where the keys of one split of [first_key, key_end) start and stop, and how many splits have any.
-
-    Shares are equal but for the last: multiples of UNIT keys, and at least SPLIT_KEYS. They start at multiples of
-    UNIT, the first one a little before first_key. They follow from the true length, so that a short sequence in a
-    launch for long ones is spread over the splits all the same.
-    """
-    start = first_key // UNIT * UNIT
-    share = tl.maximum(tl.cdiv(key_end - start, num_splits), SPLIT_KEYS)
-    share = tl.cdiv(share, UNIT) * UNIT
-    used = tl.cdiv(key_end - start, share)
-    start += split * share
-    return start, tl.minimum(start + share, key_end), used
+from attention.backends.triton.merge import merge_rows
+from attention.backends.triton.work import find_query_block, share_of_split, visible_keys
 
 
 @triton.jit
@@ -82,58 +27,25 @@ def load_blocks(table_row, start, first_key, key_end, BLOCK_SIZE: tl.constexpr, 
 
 
 @triton.jit
-def merge_rows(
-    first_row,
-    num_rows,
-    first,
-    kv_head,
-    partial_out,
-    partial_lse,
-    out,
-    num_splits,
-    used,
-    stride_out_token,
-    stride_out_head,
-    NUM_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    MERGE_ROWS: tl.constexpr,
-    MERGE_SPLITS: tl.constexpr,
-):
-    """MERGE_ROWS rows of `out` from their first `used` splits: rows [first_row, ...) of the num_rows, token and query
-    head, of the query block that starts at token `first`.
+def load_rows(pointers, readable, dims, MASKED: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_D: tl.constexpr):
+    """A tile of keys or values: `readable` rows of it where MASKED, else all of them."""
+    if MASKED:
+        inside = readable[:, None] & (dims < HEAD_SIZE)[None, :]
+        return tl.load(pointers, mask=inside, other=0.0)
+    elif HEAD_SIZE < BLOCK_D:
+        return tl.load(pointers, mask=(dims < HEAD_SIZE)[None, :], other=0.0)
+    else:
+        return tl.load(pointers)
 
-    Always in the order of the splits: the result does not depend on which of them was the last to finish.
-    """
-    dims = tl.arange(0, BLOCK_D)
-    row = first_row + tl.arange(0, MERGE_ROWS)
-    real = row < num_rows
-    token = (first + row // GROUP).to(tl.int64)
-    head = kv_head * GROUP + row % GROUP
-    partial = (token * NUM_HEADS + head) * num_splits
-    top = tl.full([MERGE_ROWS], -1.0e30, tl.float32)
-    total = tl.zeros([MERGE_ROWS], tl.float32)
-    acc = tl.zeros([MERGE_ROWS, BLOCK_D], tl.float32)
-    for split in tl.range(0, used, MERGE_SPLITS, num_stages=1):
-        splits = split + tl.arange(0, MERGE_SPLITS)
-        mask = real[:, None] & (splits < used)[None, :]
-        at = partial[:, None] + splits[None, :]
-        # From L2, where the other programs' stores are, whatever this multiprocessor's L1 holds.
-        lse = tl.load(partial_lse + at, mask=mask, other=float("-inf"), cache_modifier=".cg")
-        inside = mask[:, :, None] & (dims < HEAD_SIZE)[None, None, :]
-        pointers = partial_out + at[:, :, None] * HEAD_SIZE + dims[None, None, :]
-        part = tl.load(pointers, mask=inside, other=0.0, cache_modifier=".cg")
-        new_top = tl.maximum(top, tl.max(lse, 1))
-        weights = tl.exp2(lse - new_top[:, None])
-        decay = tl.exp2(top - new_top)
-        total = total * decay + tl.sum(weights, 1)
-        acc = acc * decay[:, None] + tl.sum(weights[:, :, None] * part, 1)
-        top = new_top
-    acc = acc / tl.where(real, total, 1.0)[:, None]
-    out_rows = token * stride_out_token + head * stride_out_head
-    mask = real[:, None] & (dims < HEAD_SIZE)[None, :]
-    tl.store(out + out_rows[:, None] + dims[None, :], acc.to(out.dtype.element_ty), mask=mask)
+
+@triton.jit
+def log2_scores(q, k, qk_scale, soft_cap_log2, SOFT_CAP: tl.constexpr):
+    """Scores in units of log2, for exp2."""
+    scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * qk_scale
+    if SOFT_CAP:
+        # tanh(x) = 1 - 2 / (exp(2x) + 1), right at both infinities.
+        scores = soft_cap_log2 * (1 - 2 / (tl.exp(2 * scores) + 1))
+    return scores
 
 
 @triton.jit(do_not_specialize=["num_reqs", "num_splits"])
@@ -257,23 +169,10 @@ def attention_kernel(
             blocks = load_blocks(table_row, tile + BLOCK_N, first_key, key_end, BLOCK_SIZE, BLOCK_N)
             k_pointers = kv_head_cache + rows[:, None] + dims[None, :]
             v_pointers = k_pointers + stride_cache_kv
-            if run != 1:
-                inside = readable[:, None] & (dims < HEAD_SIZE)[None, :]
-                k = tl.load(k_pointers, mask=inside, other=0.0)
-                v = tl.load(v_pointers, mask=inside, other=0.0)
-            elif HEAD_SIZE < BLOCK_D:
-                inside = (dims < HEAD_SIZE)[None, :]
-                k = tl.load(k_pointers, mask=inside, other=0.0)
-                v = tl.load(v_pointers, mask=inside, other=0.0)
-            else:
-                k = tl.load(k_pointers)
-                v = tl.load(v_pointers)
+            k = load_rows(k_pointers, readable, dims, run != 1, HEAD_SIZE, BLOCK_D)
+            v = load_rows(v_pointers, readable, dims, run != 1, HEAD_SIZE, BLOCK_D)
 
-            # Scores in units of log2, for exp2.
-            scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * qk_scale
-            if SOFT_CAP:
-                # tanh(x) = 1 - 2 / (exp(2x) + 1), right at both infinities.
-                scores = soft_cap_log2 * (1 - 2 / (tl.exp(2 * scores) + 1))
+            scores = log2_scores(q, k, qk_scale, soft_cap_log2, SOFT_CAP)
             if run != 1:
                 visible = keys[None, :] <= positions[:, None]
                 if SPLIT:
@@ -329,58 +228,3 @@ def attention_kernel(
                         MERGE_ROWS,
                         MERGE_SPLITS,
                     )
-
-
-@triton.jit(do_not_specialize=["num_reqs", "num_splits"])
-def merge_kernel(
-    partial_out,
-    partial_lse,
-    out,
-    query_start_loc,
-    seq_lens,
-    num_reqs,
-    num_splits,
-    stride_out_token,
-    stride_out_head,
-    NUM_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    WINDOW: tl.constexpr,
-    ONE_BLOCK: tl.constexpr,
-    UNIT: tl.constexpr,
-    SPLIT_KEYS: tl.constexpr,
-    MERGE_ROWS: tl.constexpr,
-    MERGE_SPLITS: tl.constexpr,
-):
-    """Program (query block, KV head, part): MERGE_ROWS of a block's rows of `out`, for attention without MERGE."""
-    first_row = tl.program_id(2) * MERGE_ROWS
-    request, first, end = find_query_block(tl.program_id(0), query_start_loc, num_reqs, BLOCK_Q, ONE_BLOCK)
-    num_rows = tl.minimum(end - first, BLOCK_Q) * GROUP
-    seq_len = tl.load(seq_lens + request)
-    if first_row >= num_rows:
-        return
-    first_key, key_end = visible_keys(first, end, seq_len, BLOCK_Q, WINDOW)
-    _, _, used = share_of_split(first_key, key_end, 0, num_splits, UNIT, SPLIT_KEYS)
-    if used == 1:
-        return
-    merge_rows(
-        first_row,
-        num_rows,
-        first,
-        tl.program_id(1),
-        partial_out,
-        partial_lse,
-        out,
-        num_splits,
-        used,
-        stride_out_token,
-        stride_out_head,
-        NUM_HEADS,
-        GROUP,
-        HEAD_SIZE,
-        BLOCK_D,
-        MERGE_ROWS,
-        MERGE_SPLITS,
-    )

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Unpack
 
 import torch
 import triton
 
+from attention.backends.limits import BuilderLimits
 from attention.backends.triton.tiles import Tile, all_tiles, choose_tile, next_power_of_2
 from attention.base import AttentionCGSupport, MetadataBuilder
 from attention.metadata import CommonAttentionMetadata
@@ -59,22 +61,9 @@ class TritonMetadataBuilder(MetadataBuilder[TritonMetadata]):
     cudagraph_support = AttentionCGSupport.ALWAYS
     advances_on_device = True
 
-    def __init__(
-        self,
-        spec: AttentionSpec,
-        *,
-        max_num_reqs: int,
-        max_num_tokens: int,
-        max_model_len: int,
-        device: torch.device,
-    ) -> None:
-        super().__init__(
-            spec,
-            max_num_reqs=max_num_reqs,
-            max_num_tokens=max_num_tokens,
-            max_model_len=max_model_len,
-            device=device,
-        )
+    def __init__(self, spec: AttentionSpec, **limits: Unpack[BuilderLimits]) -> None:
+        super().__init__(spec, **limits)
+        device = self.device
         self.num_sms, self.shared_memory = _device_limits(device)
         self._plans: dict[tuple[int, int, int, int], LaunchPlan] = {}
         rows, counters = self._workspace_size()

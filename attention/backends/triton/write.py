@@ -1,6 +1,5 @@
 """Scatter of new rows into paged caches."""
 
-# mypy: disallow-incomplete-defs=False, check-untyped-defs=False
 from __future__ import annotations
 
 import torch
