@@ -30,9 +30,9 @@ def report(compiled: Any) -> Report:
     found: list[Report] = [function.report for function in _functions_of(compiled, owner)]
     if not found:
         raise RuntimeError(
-            "mrv2 has compiled nothing for this: torch.compile compiles at the first call, so call it once; where it was "
-            "called, what had been compiled for an equal model serves it, and piecewise_backend.reports() has that. Its "
-            f"backend is {getattr(owner, 'compiler_name', type(owner).__name__)!r}"
+            "mrv2 has compiled nothing for this: torch.compile compiles at the first call, so call it once. Where it was "
+            "called, it is served by what was compiled for an equal model, whose report piecewise_backend.reports() "
+            f"has. Its backend is {getattr(owner, 'compiler_name', type(owner).__name__)!r}"
         )
     *others, newest = found
     newest.others = tuple(others)
