@@ -30,7 +30,7 @@ def report(compiled: Any) -> Report:
     found: list[Report] = [function.report for function in _functions_of(compiled, owner)]
     if not found:
         raise RuntimeError(
-            "mrv2 has compiled nothing for this: torch.compile compiles at the first call, so call it once. Where it was "
+            "mrv2 has compiled nothing for this: torch.compile compiles at the first call, so call it once. If it was "
             "called, it is served by what was compiled for an equal model, whose report piecewise_backend.reports() "
             f"has. Its backend is {getattr(owner, 'compiler_name', type(owner).__name__)!r}"
         )
