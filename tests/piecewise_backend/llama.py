@@ -2,7 +2,6 @@
 
 import json
 import sys
-import time
 
 import torch
 
@@ -23,14 +22,11 @@ def build():
 
 
 def compile_and_compare(model, cache_dir):
-    """Compiled functions, one per trace, and the seconds spent in the backend."""
-    functions, seconds = [], 0.0
+    """Compiled functions, one per trace."""
+    functions = []
 
     def backend(gm, examples):
-        nonlocal seconds
-        started = time.perf_counter()
         functions.append(mrv2(gm, examples, options={"cache_dir": cache_dir, "recorder": "none"}))
-        seconds += time.perf_counter() - started
         return functions[-1]
 
     compiled = torch.compile(model, backend=backend)
@@ -41,10 +37,10 @@ def compile_and_compare(model, cache_dir):
         with torch.no_grad():
             actual = compiled(ids, use_cache=False).logits
             torch.testing.assert_close(actual, model(ids, use_cache=False).logits)
-    return functions, seconds
+    return functions
 
 
-def facts_of(functions, seconds):
+def facts_of(functions):
     from torch._dynamo.utils import counters
 
     (function,) = functions
@@ -55,9 +51,8 @@ def facts_of(functions, seconds):
         "keys": [p.key for p in function.program.pieces],
         "reasons": [str(code) for code in function.report.reasons.codes()],
         "misses": counters["inductor"]["fxgraph_cache_miss"],
-        "seconds": seconds,
     }
 
 
 if __name__ == "__main__":
-    print(json.dumps(facts_of(*compile_and_compare(build(), sys.argv[1]))))
+    print(json.dumps(facts_of(compile_and_compare(build(), sys.argv[1]))))

