@@ -1,15 +1,19 @@
 """A real language model, token for token as transformers generates it, in every mode."""
 
 import random
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
 
+import piecewise_backend
 from attention.huggingface import PagedCausalLM, _locate, first_layers
 from piecewise_backend.compile import forget_compiled_pieces
 from piecewise_backend.runner import LLM, DraftModel, PromptLookup, SamplingParams, Speculator
+from tests.piecewise_backend.test_dumping import check_links
 
 LENGTHS = [1, 2, 3, 5, 8, 16, 17, 31, 33, 48, 64, 65, 100, 128, 150, 200]
 NEW_TOKENS = 32
@@ -135,3 +139,17 @@ def test_pieces_kept_on_disk_are_not_compiled_again(
     assert list(llm.report.compiled.values()) == ["disk"] * 3
     completions = llm.generate(prompts[:3], SamplingParams(max_tokens=4))
     assert [c.token_ids for c in completions] == [e[:4] for e in expected[:3]]
+
+
+def test_a_dump_of_a_start_shows_every_piece_in_files_that_can_be_imported(
+    smollm2: PagedCausalLM, cache_dir: str, tmp_path: Path
+) -> None:
+    with piecewise_backend.dump(tmp_path / "dump"):
+        llm = start(smollm2, "FULL_AND_PIECEWISE", cache_dir)
+    assert llm.report.program_source == "traced", "a program on disk has no graphs to show"
+    links = check_links(tmp_path / "dump")
+    pieces = [name for name in links if re.fullmatch(r"graph_0/piece_\w+\.py", name)]
+    assert sum(not name.endswith("_inductor.py") for name in pieces) == 3
+    assert sum(name.endswith("_inductor.py") for name in pieces) == 3
+    (dynamo,) = (name for name in links if re.fullmatch(r"dynamo_0_\w+\.py", name))
+    assert "decompiled" in (tmp_path / "dump" / dynamo).read_text()

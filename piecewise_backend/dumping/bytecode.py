@@ -13,6 +13,7 @@ from __future__ import annotations
 import dis
 import importlib.util
 import io
+import textwrap
 import types
 from typing import Any
 
@@ -77,6 +78,12 @@ class BytecodeDump:
 
 
 def _decompiled(code: types.CodeType) -> str:
+    """Source of a function; of one that reads variables of a function around it, with a function around it that has
+    them, since `nonlocal` alone is no Python."""
     import depyf
 
-    return depyf.decompile(code.replace(co_name=plain_name(code.co_name)))
+    name = plain_name(code.co_name)
+    source = depyf.decompile(code.replace(co_name=name))
+    if not code.co_freevars:
+        return source
+    return f"def closure({', '.join(code.co_freevars)}):\n{textwrap.indent(source, '    ')}\n    return {name}\n"

@@ -22,6 +22,7 @@ from piecewise_backend.dumping.captures import describe_capture
 from piecewise_backend.dumping.folder import DumpFolder
 from piecewise_backend.dumping.index import index_page
 from piecewise_backend.dumping.split_code import split_code
+from piecewise_backend.names import first_of
 from piecewise_backend.observe import observed_by, observers
 from piecewise_backend.piece_code import generated_code, readable_code
 from piecewise_backend.program import Program
@@ -153,7 +154,7 @@ class Dump:
             users = [s for s in report.steps if s.structure == piece.structure]
             kind = "breakpoint" if users and users[0].is_breakpoint else "piece"
             name = f"{graph.name}/{kind}_{piece.structure if piece.key is None else piece.key[:12]}"
-            steps = ", ".join(s.name for s in users)
+            steps = first_of([s.name for s in users] or ["no step"])
             self.folder.write(f"{name}.py", piece.code, f"{steps}: {piece.source}")
             code = None if piece.key is None else generated_code(piece.key)
             if code is not None:

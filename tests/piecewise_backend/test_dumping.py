@@ -80,6 +80,17 @@ def test_a_dump_of_a_compiled_function_shows_every_stage(tmp_path: Path) -> None
     assert any(name.endswith("_guards.txt") for name in links)
 
 
+def test_a_function_that_reads_variables_around_it_is_decompiled_to_valid_python(tmp_path: Path) -> None:
+    scale = torch.full((8,), 3.0)
+
+    def scaled(x: torch.Tensor) -> torch.Tensor:
+        return x.sin() * scale
+
+    with piecewise_backend.dump(tmp_path / "out"):
+        torch.compile(scaled, backend="mrv2", options={"recorder": "none", "compiler": "eager"})(torch.randn(4, 8))
+    assert "dynamo_0_scaled.py" in check_links(tmp_path / "out")
+
+
 def test_captures_are_described_with_shapes_dtypes_and_addresses(tmp_path: Path) -> None:
     with piecewise_backend.dump(tmp_path):
         call()
