@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import piecewise_backend
+from docs import collect_plots
 from piecewise_backend import ReasonCode
 from piecewise_backend.cli import main
 
@@ -211,3 +212,12 @@ def test_a_docstring_becomes_text_that_restructuredtext_does_not_misread(monkeyp
         "", "::", "", "    sum(x)", "",
         "Then more.",
     ]  # fmt: skip
+
+
+def test_plots_on_the_pages_are_those_of_the_notebooks_and_records(tmp_path: Path) -> None:
+    """`python -m docs.collect_plots` makes them anew."""
+    collect_plots.main(tmp_path)
+    for picture in tmp_path.iterdir():
+        assert (DOCS / "images" / "plots" / picture.name).read_bytes() == picture.read_bytes(), picture.name
+    shown = "\n".join(page.read_text(encoding="utf-8") for page in DOCS.rglob("*.md"))
+    assert not [p.name for p in (DOCS / "images" / "plots").iterdir() if f"plots/{p.name}" not in shown]
