@@ -39,6 +39,9 @@ logger = logging.getLogger(__name__)
 
 _CPU_CACHE_BYTES = 2 << 30
 _GPU_CACHE_SHARE = 0.85
+_MOST_LOGITS_ROWS = 128
+"""Rows up to which decode graphs compute logits: of more, their launch is no share of a step, but they are the largest
+tensor of a graph pool (128 MiB for 512 rows of 128256 in half precision)."""
 
 
 class ModelRunner:
@@ -274,7 +277,8 @@ class ModelRunner:
 
     def _program_for(self, descriptor: BatchDescriptor) -> BoundProgram:
         """What a variant is recorded of. In uniform decode logits are wanted for every row, so they are part of it."""
-        if descriptor.mode is not CUDAGraphMode.FULL or descriptor.uniform_query_len is None:
+        is_decode = descriptor.mode is CUDAGraphMode.FULL and descriptor.uniform_query_len is not None
+        if not is_decode or descriptor.num_tokens > _MOST_LOGITS_ROWS:
             return self.bound
         return dataclasses.replace(self.bound, program=followed(self.bound.program, self.compute_logits, "logits"))
 

@@ -192,3 +192,23 @@ def test_a_little_less_free_memory_gives_the_same_number_of_blocks() -> None:
 
     assert [_rounded_down(n) for n in (0, 1, 31, 33, 1000, 1023, 100_000)] == [0, 1, 31, 32, 992, 992, 98304]
     assert _rounded_down(65_600) == _rounded_down(66_500)
+
+
+def test_decode_graphs_of_many_rows_leave_the_logits_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose memory they would hold; the head then runs after the replay."""
+    from piecewise_backend.runner import model_runner
+
+    monkeypatch.setattr(model_runner, "_MOST_LOGITS_ROWS", 2)
+    model = TinyDecoder()
+    runner = make_runner("FULL_DECODE_ONLY", model=model, capture_sizes=[2, 4])
+    outputs = {d.num_tokens: len(c.outputs) for d, c in runner.manager.captured.items()}
+    assert outputs == {2: 2, 4: 1}
+    for count in (2, 3):
+        prompts = [[3 + i, 5, 7 + i] for i in range(count)]
+        runner.execute([work(f"{count} {i}", p[:2], 0, [i]) for i, p in enumerate(prompts)])
+        before = runner.report.num_replays
+        steps = [work(f"{count} {i}", p[2:], 2, [i], is_decode=True) for i, p in enumerate(prompts)]
+        logits = runner.execute(steps)
+        assert runner.report.num_replays == before + 1
+        for row, prompt in zip(logits, prompts, strict=True):
+            torch.testing.assert_close(row, oracle_logits(model, prompt)[-1], atol=1e-5, rtol=1e-4)
