@@ -1,26 +1,19 @@
 """A trace kept on disk is used only for a model on which nothing that the trace depended on differs."""
 
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch._dynamo.source import GlobalSource, LocalSource, RandomValueSource
 
 from piecewise_backend.breakpoints import register_breakpoint, unregister_breakpoint
 from piecewise_backend.compile import forget_compiled_pieces
 from piecewise_backend.config import Options
 from piecewise_backend.reasons import FallbackError, ReasonCode
-from piecewise_backend.runner.description import Describer
-from piecewise_backend.runner.guard_record import GuardRecord
-from piecewise_backend.runner.places import Places
 from piecewise_backend.runner.trace import BoundProgram, trace
 from tests.piecewise_backend.runner import traced_model
 from tests.piecewise_backend.runner.traced_model import SIZE, Changeable, Head, doubled_operator, mean_operator
@@ -322,29 +315,6 @@ def test_a_model_that_its_own_call_changes_is_not_kept(starts: Starts, cache_dir
     assert not list((cache_dir / "programs").glob("*.json"))
 
 
-def _guard(kind: str, source: Any) -> Any:
-    guard = SimpleNamespace(originating_source=source, create_fn=None)
-    return SimpleNamespace(guard_type=kind, name="it", has_value=False, value=None, orig_guard=guard)
-
-
-@pytest.mark.parametrize(
-    ("kind", "source", "what"),
-    [
-        ("A_NEW_KIND", LocalSource("model"), "a guard of kind A_NEW_KIND"),
-        ("ID_MATCH", LocalSource("model"), "a builtins.object"),
-        ("TYPE_MATCH", GlobalSource("unknown"), "the global 'unknown'"),
-        ("TYPE_MATCH", RandomValueSource(0), "a RandomValueSource"),
-    ],
-)
-def test_a_guard_that_cannot_be_kept_is_an_obstacle_that_names_it(kind: str, source: Any, what: str) -> None:
-    record = GuardRecord(Places({"model": object()}), Describer(), {})
-    assert record.record([_guard("TYPE_MATCH", LocalSource("model"))]) == [False]
-    assert record.obstacle is None
-    assert record.record([_guard(kind, source)]) == [False]
-    assert record.obstacle is not None
-    assert what in record.obstacle
-
-
 def test_buffers_that_become_views_of_one_storage_are_traced_again(starts: Starts) -> None:
     def model(*, shared: bool) -> Changeable:
         made = Changeable()
@@ -374,48 +344,3 @@ def test_an_operator_with_another_fake_is_traced_again(starts: Starts, monkeypat
     monkeypatch.setattr(kernel, "func", lambda x: torch.empty_like(x).contiguous())
     bound = starts.check(Changeable(), "traced")
     assert ReasonCode.PROGRAM_STALE in bound.report.reasons.codes()
-
-
-SCRIPT = """
-import sys, torch
-from pathlib import Path
-from piecewise_backend.config import Options
-from piecewise_backend.runner.description import Describer
-from piecewise_backend.runner.guard_record import GuardRecord
-from piecewise_backend.runner.places import Places
-from piecewise_backend.runner.trace import trace
-from a_model import Model
-x = torch.randn(12, 4)
-bound = trace(Model().eval(), (x,), 6, Options(cache_dir=Path(sys.argv[1])))
-torch.testing.assert_close(bound.run(5)[0], Model()(x[:5]))
-print(bound.report.program_source)
-"""
-MODEL = """
-import torch
-from a_helper import helper
-class Model(torch.nn.Module):
-    def forward(self, x):
-        return helper(x) * {factor}
-"""
-HELPER = """
-def inner(x):
-    return x.sin() + {shift}
-def helper(x):
-    return inner(x)
-"""
-
-
-def test_a_model_whose_source_was_edited_is_traced_again_by_the_next_process(tmp_path: Path, cache_dir: Path) -> None:
-    def run(factor: int, shift: int) -> str:
-        (tmp_path / "a_model.py").write_text(MODEL.format(factor=factor))
-        (tmp_path / "a_helper.py").write_text(HELPER.format(shift=shift))
-        (tmp_path / "script.py").write_text(SCRIPT)
-        paths = [str(tmp_path), str(Path(__file__).parents[3])]
-        code = (
-            f"import sys; sys.path[:0] = {paths!r}; sys.dont_write_bytecode = True; sys.argv = ['', {str(cache_dir)!r}]"
-        )
-        command = [sys.executable, "-c", f"{code}; exec(open({str(tmp_path / 'script.py')!r}).read())"]
-        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
-
-    assert [run(2, 3), run(2, 3)] == ["traced", "disk"]
-    assert [run(5, 3), run(2, 7), run(2, 3)] == ["traced", "traced", "disk"]
