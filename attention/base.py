@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import torch
@@ -17,6 +17,7 @@ import torch
 from attention.specs import AttentionSpec
 
 if TYPE_CHECKING:
+    from attention.kernels.ahead import Launch
     from attention.metadata import CommonAttentionMetadata
 
 MetadataT = TypeVar("MetadataT")
@@ -95,6 +96,21 @@ class AttentionImpl(ABC, Generic[MetadataT]):
         """`forward` on tensors that will always be these, for an operator that runs between recorded graphs: called
         with each step's metadata. A backend overrides it where that saves host time."""
         return lambda metadata: self.forward(query, kv_cache, metadata, out)
+
+    def launches_ahead(
+        self,
+        builder: Any,
+        common: CommonAttentionMetadata,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        out: torch.Tensor,
+    ) -> Sequence[Launch]:
+        """Launches, not to be run, of every kernel that `forward` may need for some batch: a start compiles these while
+        it is busy with other things. A backend of Triton kernels overrides it.
+
+        builder: of this group. common: any batch. The tensors are on the meta device, laid out as they will be.
+        """
+        return ()
 
 
 class AttentionBackend(ABC):

@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from attention.kernels.ahead import Launch
 from piecewise_backend.breakpoints import find_breakpoints
+from piecewise_backend.collector import collector_paused
 from piecewise_backend.compile import PieceCompiler, forget_compiled_pieces
 from piecewise_backend.config import Options, parse_options
 from piecewise_backend.cudagraph.cuda import CudaGraphRecorder
@@ -29,7 +31,7 @@ from piecewise_backend.names import first_of
 from piecewise_backend.observe import tell
 from piecewise_backend.origin import current_origin
 from piecewise_backend.plain import PlainCaller
-from piecewise_backend.program import Program, build_program, needs_grad
+from piecewise_backend.program import Operands, Program, build_program, needs_grad, operands_of_layers
 from piecewise_backend.reasons import Reason, ReasonCode, Reasons
 from piecewise_backend.reporting.report import Report
 from piecewise_backend.reporting.steps import describe_steps
@@ -66,8 +68,14 @@ def mrv2(
     return _as_function(PlainCaller(program, gm, parsed, recorder, report, sizes), program, report)
 
 
-def compile_graph(gm: fx.GraphModule, options: Options) -> tuple[Program, Report]:
-    """Split, inspect and compile a Dynamo graph: everything but capturing."""
+@collector_paused()
+def compile_graph(
+    gm: fx.GraphModule, options: Options, launches_of: Callable[[Operands], Sequence[Launch]] | None = None
+) -> tuple[Program, Report]:
+    """Split, inspect and compile a Dynamo graph: everything but capturing.
+
+    `launches_of`: from the operands of attention layers to launches whose kernels are compiled meanwhile.
+    """
     if names := needs_grad(gm):
         raise RuntimeError(
             f"mrv2 compiles for inference only, and output {names[0]!r} of this graph needs grad. {_way_out_of_grad()}"
@@ -82,7 +90,10 @@ def compile_graph(gm: fx.GraphModule, options: Options) -> tuple[Program, Report
     tell(lambda observer: observer.split(gm, graph))
     facts = find_facts(gm, graph)
     compiler = PieceCompiler.from_options(options, reasons)
+    if launches_of is not None:
+        compiler.kernels.compile(launches_of(operands_of_layers(graph)))
     program = build_program(gm, graph, facts, compiler)
+    compiler.kernels.wait()
     compiled = {p.key: p for p in program.pieces}
     pieces = [compiled.get(compiler.key(segment.structure)) for segment in graph.segments]
     steps, structures = describe_steps(graph.segments, program.steps, pieces)

@@ -7,6 +7,7 @@ import dataclasses
 import hashlib
 import logging
 import os
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -17,11 +18,12 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
+from attention.kernels.ahead import KernelsAhead
 from piecewise_backend.artifacts import ArtifactFolder, ArtifactUnreadable
 from piecewise_backend.breakpoints import target_names
 from piecewise_backend.config import Options
 from piecewise_backend.environment import environment_text
-from piecewise_backend.lowering import LOWERINGS, lowered_for_gpu
+from piecewise_backend.lowering import LOWERINGS, launches_ahead, lowered_for_gpu
 from piecewise_backend.names import unknown_name
 from piecewise_backend.reasons import Reason, ReasonCode, Reasons
 from piecewise_backend.structure import known_of_sizes, sizes_of
@@ -75,6 +77,8 @@ class PieceCompiler:
         self.artifacts = ArtifactFolder(cache_dir / "pieces") if cache_dir is not None else None
         self.inductor_dir = cache_dir / "inductor" if cache_dir is not None else None
         self.reasons = reasons
+        self.kernels = KernelsAhead()
+        """Of what is compiled: to be waited for before anything runs."""
         self._environment: str | None = None
         self._done: dict[str, CompiledPiece] = {}
         self._refused: set[str] = set()
@@ -155,9 +159,11 @@ class PieceCompiler:
 
     def _inductor(self, module: fx.GraphModule, key: str, sizes: list[torch.SymInt]) -> CompiledPiece:
         known = known_of_sizes(sizes)
+        lowered = lowered_for_gpu(module, self.compiler_options)
+        self.kernels.compile(launches_ahead(lowered))
         try:
             artifact = torch._inductor.standalone_compile(
-                lowered_for_gpu(module, self.compiler_options),
+                lowered,
                 _examples(module),
                 dynamic_shapes=_shapes_from(module),
                 options={"config_patches": self.compiler_options},
@@ -220,6 +226,15 @@ def fast_options() -> dict[str, Any]:
     known = inductor_config.get_config_copy()
     has_pdl = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
     return {k: v for k, v in _FAST.items() if k in known and (has_pdl or k != "triton.enable_pdl")}
+
+
+def prepare_compiler(compiler: str, device: torch.device) -> None:
+    """Have a thread find out what Inductor asks of Triton once in a process: a digest of its files, and a module that
+    it builds with a C compiler. Both are waits for the disk and another process."""
+    if compiler == "inductor" and device.type == "cuda":
+        from torch.utils._triton import triton_hash_with_backend
+
+        threading.Thread(target=triton_hash_with_backend, name="mrv2 compiler", daemon=True).start()
 
 
 def start_compile_workers(compiler: str, device: torch.device) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from attention.kernels.ahead import Launch, without_memory
 from piecewise_backend.breakpoints import target_names
 
 LOWERINGS = "cache writes fused 2, linear 1"
@@ -48,6 +49,25 @@ def lowered_for_gpu(module: fx.GraphModule, compiler_options: Mapping[str, Any])
         elif "aten::linear" in names and not (tunes or casts) and _is_half_linear(node):
             node.target, node.args = torch.ops.mrv2.linear.default, (*node.args, *(None,) * (3 - len(node.args)))
     return fx.GraphModule(module, graph)
+
+
+def launches_ahead(module: fx.GraphModule) -> list[Launch]:
+    """Launches, not to be run, of every kernel of ours that a piece lowered for a GPU needs."""
+    products: dict[Any, list[Any]] = {}
+    for node in module.graph.nodes:
+        if node.op == "call_function" and node.target is torch.ops.mrv2.linear.default:
+            weight, bias = (None if a is None else a.meta["example_value"] for a in node.args[1:])
+            products[weight.shape, weight.dtype, bias is None] = [weight, bias]  # type: ignore[union-attr]
+    if not products:
+        return []
+    from attention.kernels import linear  # needs Triton
+
+    launches: list[Launch] = []
+    for given in products.values():
+        weight, bias = (None if tensor is None else without_memory(tensor) for tensor in given)
+        assert weight is not None
+        launches += linear.launches_ahead(weight, bias, given[0].device)
+    return launches
 
 
 def _is_half_linear(node: fx.Node) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -211,6 +211,22 @@ def _plain_step(
         breakpoint=None,
         forbidden=None,
     )
+
+
+Operands = Mapping[str, tuple[Any, ...]]
+"""By attention layer: the traced tensors of its operator, in order."""
+
+
+def operands_of_layers(graph: SplitGraph) -> Operands:
+    """Of the layers whose operator is one call of tensors alone, between pieces."""
+    found: dict[str, tuple[Any, ...]] = {}
+    for segment in graph.segments:
+        if segment.breakpoint is None or (layer := _layer_name(segment)) is None:
+            continue
+        fakes = [n.meta.get("example_value") for n in segment.module.graph.nodes if n.op == "placeholder"]
+        if (places := _operands(segment)) is not None and all(isinstance(fakes[i], torch.Tensor) for i in places):
+            found[layer] = tuple(fakes[i] for i in places)
+    return found
 
 
 def build_program(gm: fx.GraphModule, graph: SplitGraph, facts: GraphFacts, compiler: PieceCompiler) -> Program:

@@ -15,6 +15,7 @@ LAYER = {
     "names": 0,
     "reasons": 0,
     "config": 0,
+    "collector": 0,
     "split": 1,
     "breakpoints": 1,
     "structure": 1,

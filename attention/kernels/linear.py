@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 import triton
 
+from attention.kernels.ahead import Launch
 from attention.kernels.few_rows import few_rows_kernel, one_row_kernel
 from attention.kernels.overlap import overlap_constants
 
@@ -34,18 +35,40 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
     if tile is None:
         return F.linear(x, weight, bias)
     out = x.new_empty(*x.shape[:-1], weight.shape[0])
-    _launch(x.reshape(rows, -1).contiguous(), weight, bias, out, tile)
+    kernel, grid, arguments, constants = _launch(x.reshape(rows, -1).contiguous(), weight, bias, out, tile, x.device)
+    kernel[grid](*arguments, **constants)
     return out
+
+
+def launches_ahead(weight: torch.Tensor, bias: torch.Tensor | None, device: torch.device) -> list[Launch]:
+    """Launches, not to be run, of every kernel that products with a weight of this layout need on `device`.
+
+    weight and bias: may be without memory, on the meta device.
+    """
+    launches = []
+    for rows in (1, 2, 17):  # where tiles change
+        tile = choose_tile(rows, *weight.shape) if _fits(weight, weight, bias) else None
+        if tile is not None:
+            x, out = (torch.empty(rows, size, dtype=weight.dtype, device="meta") for size in reversed(weight.shape))
+            launches.append(_launch(x, weight, bias, out, tile, device))
+    return launches
 
 
 def _fits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
     """Whether the kernels are made for these: others are left to the library."""
     alike = x.dtype == weight.dtype and (bias is None or (bias.dtype == x.dtype and bias.is_contiguous()))
-    aligned = weight.shape[1] % 8 == 0 and weight.data_ptr() % 16 == 0
+    aligned = weight.shape[1] % 8 == 0 and (weight.is_meta or weight.data_ptr() % 16 == 0)
     return alike and aligned and x.dtype in _DTYPES and weight.is_contiguous()
 
 
-def _launch(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, tile: Tile) -> None:
+def _launch(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    tile: Tile,
+    device: torch.device,
+) -> Launch:
     """x [M, K], M <= MAX_ROWS, into out, whose rows are those of x."""
     (num_rows, depth), num_columns = x.shape, weight.shape[0]
     common = {
@@ -53,26 +76,15 @@ def _launch(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ou
         "BLOCK_K": tile.depth,
         "HAS_BIAS": bias is not None,
         "num_warps": tile.num_warps,
-        **overlap_constants(x.device),
+        **overlap_constants(device),
     }
     grid = (triton.cdiv(num_columns, tile.columns),)
     bias = weight if bias is None else bias  # an address that is not read
     if num_rows == 1:
-        one_row_kernel[grid](x, weight, bias, out, num_columns, depth, **common)
-        return
-    few_rows_kernel[grid](
-        x,
-        weight,
-        bias,
-        out,
-        num_rows,
-        num_columns,
-        depth,
-        BLOCK_M=16 if num_rows <= 16 else 32,
-        SLICES=tile.slices,
-        STAGES=tile.num_stages,
-        **common,
-    )
+        return one_row_kernel, grid, (x, weight, bias, out, num_columns, depth), common
+    arguments = (x, weight, bias, out, num_rows, num_columns, depth)
+    more = {"BLOCK_M": 16 if num_rows <= 16 else 32, "SLICES": tile.slices, "STAGES": tile.num_stages}
+    return few_rows_kernel, grid, arguments, common | more
 
 
 def choose_tile(num_rows: int, num_columns: int, depth: int) -> Tile | None:

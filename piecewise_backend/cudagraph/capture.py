@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from attention.ops import bind
 from piecewise_backend.breakpoints import Breakpoint
+from piecewise_backend.collector import collector_paused
 from piecewise_backend.cudagraph.fingerprint import Fingerprint
 from piecewise_backend.cudagraph.recorder import GraphRecorder
 from piecewise_backend.cudagraph.rows import RealRows, TokenDim, copy_into
@@ -198,8 +199,12 @@ class _Walk:
             results = run_on_real_rows(step, args, self.padded)
             call = _narrowed_call(step, kept, results, self.padded)
         else:
+            direct = _direct_call(step, kept)
+            if direct is not None and not self.execute:  # it has no result, and warming up has run its like
+                self.calls.append(direct)
+                return ()
             results = step.run(*args)
-            call = _direct_call(step, kept) or _bound_call(step.run, kept, results)
+            call = direct or _bound_call(step.run, kept, results)
         self.calls.append(call)
         return results
 
@@ -287,18 +292,15 @@ def capture_session(recorder: GraphRecorder) -> Iterator[None]:
 
     A collection in the middle of a recording could free device memory, which a CUDA capture does not allow.
     """
-    enabled, frozen_before = gc.isenabled(), gc.get_freeze_count()
+    frozen_before = gc.get_freeze_count()
     gc.collect()
     gc.freeze()
-    gc.disable()
     try:
-        with recorder.session():
+        with collector_paused(), recorder.session():
             yield
     finally:
         if not frozen_before:  # else the user froze objects, which are to stay frozen
             gc.unfreeze()
-        if enabled:
-            gc.enable()
 
 
 def failure_reason(error: Exception, subject: str) -> Reason:

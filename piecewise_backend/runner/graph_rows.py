@@ -54,7 +54,7 @@ def graph_rows(gm: fx.GraphModule) -> list[list[Any]]:
     ]
 
 
-def graph_module(rows: Sequence[Sequence[Any]]) -> fx.GraphModule:
+def read_graph(rows: Sequence[Sequence[Any]]) -> fx.Graph:
     """The graph of such rows. LookupError or AttributeError where a function is not there."""
     graph = fx.Graph()
     nodes: list[fx.Node] = []
@@ -69,7 +69,7 @@ def graph_module(rows: Sequence[Sequence[Any]]) -> fx.GraphModule:
 
     for op, name, target, args, kwargs in rows:
         nodes.append(graph.create_node(op, _target(target), read(args), read(kwargs), name=name))
-    return fx.GraphModule(torch.nn.Module(), graph)
+    return graph
 
 
 _READ: dict[str, Any] = {

@@ -12,16 +12,19 @@ from torch import nn
 
 from attention.forward_context import ForwardContext, set_forward_context
 from attention.groups import AttentionCGSupportInfo, AttentionGroup, init_attn_backend, least_support
+from attention.kernels.ahead import Launch, without_memory
 from attention.kv_cache import allocate_caches, block_bytes, state_bytes
 from attention.layers import cached_layers
 from piecewise_backend.backend import choose_recorder
+from piecewise_backend.collector import collector_paused
+from piecewise_backend.compile import prepare_compiler
 from piecewise_backend.config import Options
 from piecewise_backend.cudagraph.capture import CapturedProgram, Step
 from piecewise_backend.cudagraph.manager import CudaGraphManager
 from piecewise_backend.cudagraph.modes import BatchDescriptor, CUDAGraphMode
 from piecewise_backend.cudagraph.resolve import ResolvedCudagraphs, resolve_cudagraph_mode_and_sizes
 from piecewise_backend.observe import tell
-from piecewise_backend.program import followed
+from piecewise_backend.program import Operands, followed
 from piecewise_backend.reasons import Reason, ReasonCode
 from piecewise_backend.runner.batch import InputBatch, ScheduledRequest
 from piecewise_backend.runner.block_tables import BlockTables
@@ -95,8 +98,10 @@ class ModelRunner:
         self.block_tables = BlockTables(self.buffers, config.block_size)
         self.num_blocks = config.num_blocks or self._affordable_blocks()
 
+    @collector_paused()
     def start(self) -> None:
         """Everything before the first step, in the order in which each part needs the one before it."""
+        prepare_compiler(self.options.compiler, self.device)
         self._bind_caches()
         passed_over = self._init_attn_backend()
         refused: list[Reason] = []
@@ -289,7 +294,20 @@ class ModelRunner:
         )
         num_tokens = max(2, self.config.max_num_tokens - 1)
         model = WithNewestTokens(self.model, self.buffers)
-        return trace(model, (self.buffers.input_ids.gpu, self.buffers.positions.gpu), num_tokens, options)
+        buffers = (self.buffers.input_ids.gpu, self.buffers.positions.gpu)
+        return trace(model, buffers, num_tokens, options, self._launches_ahead)
+
+    def _launches_ahead(self, operands: Operands) -> list[Launch]:
+        """Of every kernel that attention may need for some batch. On a GPU only: elsewhere nothing is compiled."""
+        if self.device.type != "cuda":
+            return []
+        common, launches = self.state.any_batch(), []
+        for group in self.groups:
+            layouts = {_layout(operands[name]): name for name in group.layer_names if name in operands}
+            for name in layouts.values() if hasattr(group.impl, "launches_ahead") else ():
+                tensors = [without_memory(fake) for fake in operands[name]]
+                launches += group.impl.launches_ahead(group.builder, common, *tensors)
+        return launches
 
     def _lower_support(self, refusal: GroupNotCapturable) -> Reason:
         """Believe a builder that refuses, whatever it declared; returns the reason for the report."""
@@ -339,6 +357,11 @@ def is_recorded(step: Step, recorded_layers: frozenset[str]) -> bool:
     """Whether a breakpoint is recorded: our layers' by their names, anything else never (its rows are padded)."""
     assert step.breakpoint is not None
     return step.breakpoint.owns_metadata and step.breakpoint.capturable and step.layer in recorded_layers
+
+
+def _layout(tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+    """Equal for traced tensors that kernels are compiled alike for."""
+    return tuple((t.dtype, *(str(number) for number in (*t.shape, *t.stride()))) for t in tensors)
 
 
 def _rounded_down(count: int) -> int:

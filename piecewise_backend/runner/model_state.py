@@ -10,7 +10,7 @@ from attention.base import UncapturableMetadata
 from attention.groups import AttentionGroup
 from attention.metadata import CommonAttentionMetadata
 from piecewise_backend.cudagraph.fingerprint import Fingerprint
-from piecewise_backend.cudagraph.modes import BatchDescriptor
+from piecewise_backend.cudagraph.modes import BatchDescriptor, CUDAGraphMode
 from piecewise_backend.runner.batch import NO_STATE_SLOT, InputBatch
 from piecewise_backend.runner.block_tables import BlockTables
 from piecewise_backend.runner.buffers import InputBuffers
@@ -102,6 +102,13 @@ class ModelState:
         batch = InputBatch.make_dummy(descriptor, max_num_reqs=self.max_num_reqs, max_model_len=longest)
         self.prepare_inputs(batch, descriptor.num_tokens)
         return self.prepare_attn(batch, descriptor, recorded_layers=recorded_layers, for_capture=True)
+
+    def any_batch(self) -> CommonAttentionMetadata:
+        """Facts of a dummy batch of one token: tensors of the layout that every batch's have."""
+        descriptor = BatchDescriptor(mode=CUDAGraphMode.NONE, num_tokens=1)
+        batch = InputBatch.make_dummy(descriptor, max_num_reqs=1, max_model_len=self.max_model_len)
+        self.prepare_inputs(batch, descriptor.num_tokens)
+        return self._common(batch, descriptor)
 
     def fingerprints(self, metadata: dict[str, Any], recorded_layers: frozenset[str]) -> tuple[Fingerprint, ...]:
         """What a graph just recorded with `metadata` reads of it."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import fx
 
 from piecewise_backend.breakpoints import Breakpoint
 from piecewise_backend.compile import CompiledPiece, PieceCompiler
@@ -16,7 +17,7 @@ from piecewise_backend.program import Constant, Input, Program
 from piecewise_backend.reasons import Reason, ReasonCode
 from piecewise_backend.reporting.records import PieceReport, StepReport
 from piecewise_backend.reporting.report import Report
-from piecewise_backend.runner.graph_rows import graph_module, graph_rows
+from piecewise_backend.runner.graph_rows import graph_rows, read_graph
 from piecewise_backend.runner.symbolic import NotPlain, ValueReader, ValueWriter
 
 _AS_THEY_ARE = ("name", "inputs", "outputs", "frees", "launches", "layer", "operands")
@@ -57,7 +58,7 @@ def _step_row(step: Step, pieces: Sequence[CompiledPiece], values: ValueWriter) 
     row["piece"] = piece
     if piece is None:
         module = getattr(step.run, "__self__", None)
-        if not isinstance(module, torch.fx.GraphModule):
+        if not isinstance(module, fx.GraphModule):
             raise NotPlain(f"the step {step.name!r}, which is no graph")
         row["graph"] = graph_rows(module)
     row["breakpoint"] = None if step.breakpoint is None else dataclasses.asdict(step.breakpoint)
@@ -120,7 +121,7 @@ def _step(row: Mapping[str, Any], pieces: Mapping[str, CompiledPiece], values: S
     operands = row["operands"]
     return Step(
         name=row["name"],
-        run=piece.run if piece is not None else graph_module(row["graph"]).forward,
+        run=piece.run if piece is not None else _LateModule(read_graph(row["graph"])),
         inputs=tuple(row["inputs"]),
         outputs=tuple(row["outputs"]),
         frees=tuple(row["frees"]),
@@ -133,6 +134,19 @@ def _step(row: Mapping[str, Any], pieces: Mapping[str, CompiledPiece], values: S
         input_fakes=tuple(values[i] for i in row["input_fakes"]),
         output_fakes=tuple(values[i] for i in row["output_fakes"]),
     )
+
+
+class _LateModule:
+    """A graph, made a module when it is first run: of a model's many like operators a start runs only a few."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self._graph = graph
+        self._forward: Callable[..., Any] | None = None
+
+    def __call__(self, *args: Any) -> Any:
+        if self._forward is None:
+            self._forward = fx.GraphModule(torch.nn.Module(), self._graph).forward
+        return self._forward(*args)
 
 
 def _piece_report(row: Mapping[str, Any], pieces: Mapping[str, CompiledPiece]) -> PieceReport:

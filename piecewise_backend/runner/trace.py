@@ -12,13 +12,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from attention.kernels.ahead import Launch
 from piecewise_backend.backend import compile_graph
+from piecewise_backend.collector import collector_paused
 from piecewise_backend.compile import start_compile_workers
 from piecewise_backend.config import Options
 from piecewise_backend.cudagraph.rows import TokenDim
 from piecewise_backend.merge_linears import Merged, merge_linears
 from piecewise_backend.observe import observers
-from piecewise_backend.program import Program
+from piecewise_backend.program import Operands, Program
 from piecewise_backend.reporting.report import Report
 from piecewise_backend.runner.trace_cache import TraceCache, Traced
 
@@ -46,14 +48,21 @@ class BoundProgram:
         return self.program.run(self.args_for(num_tokens))
 
 
-def trace(model: nn.Module, buffers: Sequence[torch.Tensor], num_tokens: int, options: Options) -> BoundProgram:
+@collector_paused()
+def trace(
+    model: nn.Module,
+    buffers: Sequence[torch.Tensor],
+    num_tokens: int,
+    options: Options,
+    launches_of: Callable[[Operands], Sequence[Launch]] | None = None,
+) -> BoundProgram:
     """Call `model` once on the first `num_tokens` rows of `buffers` and keep the program that came of it. A program
     that an earlier trace of the same model left on disk is taken instead, where nothing that it depended on differs.
 
     The first dimension of the buffers is the dynamic one. `num_tokens` should be near the largest that will occur and
     no other dimension's size: compiled code may assume upper bounds that hold for it, and sizes that are equal while
-    tracing may be taken for one. RuntimeError for a model that Dynamo cannot trace whole,
-    naming the line.
+    tracing may be taken for one. `launches_of`: see `compile_graph`. RuntimeError for a model that Dynamo cannot trace
+    whole, naming the line.
     """
     views = [buffer[:num_tokens] for buffer in buffers]
     started = time.perf_counter()
@@ -62,7 +71,7 @@ def trace(model: nn.Module, buffers: Sequence[torch.Tensor], num_tokens: int, op
     traced = cache.find() if cache is not None and not observers else None
     source = "disk" if traced is not None else "traced"
     if traced is None:
-        traced = _trace_anew(model, views, num_tokens, options, cache)
+        traced = _trace_anew(model, views, num_tokens, options, cache, launches_of)
     report = traced.report
     report.program_source, report.program_seconds = source, time.perf_counter() - started
     report.reasons.extend(cache.reasons if cache is not None else ())
@@ -82,7 +91,12 @@ def _bind(traced: Traced, views: Sequence[torch.Tensor], buffers: Sequence[torch
 
 
 def _trace_anew(
-    model: nn.Module, views: Sequence[torch.Tensor], num_tokens: int, options: Options, cache: TraceCache | None
+    model: nn.Module,
+    views: Sequence[torch.Tensor],
+    num_tokens: int,
+    options: Options,
+    cache: TraceCache | None,
+    launches_of: Callable[[Operands], Sequence[Launch]] | None,
 ) -> Traced:
     """Trace and compile; `cache`, where given, looks on and keeps the program."""
     caught: list[tuple[Program, Report, Sequence[int | Merged]]] = []
@@ -94,7 +108,7 @@ def _trace_anew(
         sources: Sequence[int | Merged] = range(len(example_inputs))
         if options.merge_linears:
             gm, sources = merge_linears(gm, example_inputs)
-        program, report = compile_graph(gm, options)
+        program, report = compile_graph(gm, options, launches_of)
         caught.append((program, report, sources))
 
         def first_call(*args: Any) -> tuple[Any, ...]:

@@ -9,6 +9,12 @@ from attention import ops
 linear = pytest.importorskip("attention.kernels.linear", reason="needs Triton")
 
 
+def multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+    tile = linear.choose_tile(len(x), *weight.shape)
+    kernel, grid, arguments, constants = linear._launch(x, weight, bias, out, tile, x.device)
+    kernel[grid](*arguments, **constants)
+
+
 @pytest.mark.parametrize(
     ("num_rows", "num_columns", "depth", "bias"),
     [
@@ -30,7 +36,7 @@ def test_a_few_rows_are_multiplied_as_the_library_does(num_rows: int, num_column
     weight = (torch.randn(num_columns, depth) / depth**0.5).half()
     offset = torch.randn(num_columns).half() if bias else None
     out = torch.full((num_rows, num_columns), torch.nan, dtype=torch.float16)
-    linear._launch(x, weight, offset, out, linear.choose_tile(num_rows, num_columns, depth))
+    multiply(x, weight, offset, out)
     expected = F.linear(x.float(), weight.float(), None if offset is None else offset.float())
     torch.testing.assert_close(out.float(), expected, atol=4e-3, rtol=2e-3)
 
@@ -42,7 +48,7 @@ def test_what_lies_beyond_the_matrix_is_never_read(num_rows: int) -> None:
     weight, x = beyond[:33], torch.full((num_rows + 2, 72), torch.nan).half()
     x[:num_rows] = torch.randn(num_rows, 72).half()
     out = torch.empty(num_rows, 33, dtype=torch.float16)
-    linear._launch(x[:num_rows], weight, None, out, linear.choose_tile(num_rows, 33, 72))
+    multiply(x[:num_rows], weight, None, out)
     torch.testing.assert_close(out.float(), x[:num_rows].float() @ weight.float().T, atol=4e-3 * 9, rtol=2e-3)
 
 
@@ -69,3 +75,28 @@ def test_leading_dimensions_are_kept_and_no_rows_give_none() -> None:
         x = torch.randn(shape)
         torch.testing.assert_close(ops.linear(x, weight, None), F.linear(x, weight))
     assert linear.linear(torch.randn(0, 16).half(), weight.half(), None).shape == (0, 24)
+
+
+@pytest.mark.parametrize(
+    ("num_columns", "depth"), [(1000, 1024), (4096, 1024), (4096, 4096), (14336, 512), (128, 9000)]
+)
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_every_kernel_of_a_weight_is_among_those_compiled_ahead(num_columns: int, depth: int, with_bias: bool) -> None:
+    weight = torch.empty(num_columns, depth, dtype=torch.bfloat16, device="meta")
+    bias = torch.empty(num_columns, dtype=torch.bfloat16, device="meta") if with_bias else None
+    ahead = [
+        (kernel, constants) for kernel, _, _, constants in linear.launches_ahead(weight, bias, torch.device("cpu"))
+    ]
+    assert ahead
+    for rows in range(1, linear.MAX_ROWS + 1):
+        if (tile := linear.choose_tile(rows, num_columns, depth)) is None:
+            continue
+        x, out = weight.new_empty(rows, depth), weight.new_empty(rows, num_columns)
+        kernel, _, _, constants = linear._launch(x, weight, bias, out, tile, torch.device("cpu"))
+        assert (kernel, constants) in ahead
+
+
+def test_a_weight_that_the_kernels_are_not_made_for_has_none_ahead() -> None:
+    for dtype, depth in ((torch.float32, 64), (torch.bfloat16, 63)):
+        weight = torch.empty(32, depth, dtype=dtype, device="meta")
+        assert linear.launches_ahead(weight, None, torch.device("cpu")) == []

@@ -37,6 +37,20 @@ def test_requests_that_come_and_go_at_random_get_the_tokens_they_get_alone(mode:
     assert ReasonCode.CAPTURE_FAILED not in engine.runner.report.reasons.codes()
 
 
+@pytest.mark.parametrize("mode", ["NONE", "FULL_AND_PIECEWISE"])
+def test_no_kernel_of_attention_is_compiled_after_the_start(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import triton
+
+    runner = make_cuda_runner(mode, TinyDecoder(), attention_backend="triton", max_num_tokens=64)
+    compiled: list[str] = []
+    hook = lambda fn, **_: compiled.append(fn.name)  # noqa: E731
+    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", hook)
+    for length in (1, 2, 5, 17, 40, 60):
+        runner.execute([work("a", list(range(length)), 0, list(range(10)))])
+        runner.execute([work("a", [3], length, list(range(10)))])
+    assert not compiled
+
+
 @pytest.mark.alone
 def test_the_report_gives_time_and_memory_of_every_size() -> None:
     report = make_cuda_runner("FULL_AND_PIECEWISE", TinyDecoder()).report

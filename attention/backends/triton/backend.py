@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import triton
 
-from attention.backends.triton.bound import BoundLaunches, Launch
+from attention.backends.triton.bound import BoundLaunches
 from attention.backends.triton.kernels import attention_kernel
 from attention.backends.triton.merge import merge_kernel
 from attention.backends.triton.plan import LaunchPlan, TritonMetadata, TritonMetadataBuilder
@@ -18,7 +19,9 @@ from attention.backends.triton.tiles import (
     padded_head_size,
 )
 from attention.base import AttentionBackend, AttentionImpl
+from attention.kernels.ahead import Launch
 from attention.kernels.overlap import overlap_constants
+from attention.metadata import CommonAttentionMetadata
 from attention.specs import AttentionSpec
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
@@ -51,6 +54,19 @@ class TritonAttentionImpl(AttentionImpl[TritonMetadata]):
             lambda metadata: self._launches(query, kv_cache, metadata, out),
             lambda metadata: (metadata.query_start_loc, metadata.seq_lens, metadata.block_table),
         )
+
+    def launches_ahead(
+        self,
+        builder: TritonMetadataBuilder,
+        common: CommonAttentionMetadata,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        out: torch.Tensor,
+    ) -> Sequence[Launch]:
+        """See `AttentionImpl.launches_ahead`."""
+        metadata = builder.build(common, for_capture=False)
+        plans = (dataclasses.replace(metadata, plan=plan) for plan in builder.plans_ahead())
+        return [launch for like in plans for launch in self._launches(query, kv_cache, like, out)]
 
     def _launches(
         self, query: torch.Tensor, kv_cache: torch.Tensor, metadata: TritonMetadata, out: torch.Tensor
@@ -87,7 +103,11 @@ class TritonAttentionImpl(AttentionImpl[TritonMetadata]):
             table.stride(0),
         )
         grid = (plan.num_query_blocks, self.spec.num_kv_heads, plan.num_splits)
-        constants = {**self.constants, **_attention_constants(plan, self.spec), **overlap_constants(query.device)}
+        constants = {
+            **self.constants,
+            **_attention_constants(plan, self.spec),
+            **overlap_constants(metadata.seq_lens.device),
+        }
         return attention_kernel, grid, arguments, constants
 
     def _merge(self, metadata: TritonMetadata, out: torch.Tensor) -> Launch:

@@ -11,11 +11,10 @@ from typing import Any
 
 import torch
 
+from attention.kernels.ahead import Launch
+
 _MOST_PREPARED = 64
 """Plans remembered: one for each padded size, and a few lengths."""
-
-Launch = tuple[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]]
-"""JIT function, grid, positional arguments, constants."""
 
 
 class BoundLaunches:

@@ -129,6 +129,19 @@ class TritonMetadataBuilder(MetadataBuilder[TritonMetadata]):
             merges=tile.block_m <= _MOST_ROWS_TO_MERGE,
         )
 
+    def plans_ahead(self) -> list[LaunchPlan]:
+        """A plan for each pair of kernels that some batch within the limits needs: of one request, on either side of
+        every length at which tiles change, with the fewest keys and with the most."""
+        group, most = self.spec.num_heads // self.spec.num_kv_heads, self.max_num_tokens
+        blocks = [tile.block_m // group for tile in self._tiles()]
+        lengths = {min(length, most) for block_q in blocks for length in (1, block_q, block_q + 1, most)}
+        plans: dict[tuple[Tile, bool, bool], LaunchPlan] = {}
+        for length in sorted(lengths):
+            for keys in (1, self.max_model_len):
+                plan = self.plan(num_tokens=length, num_reqs=1, max_query_len=length, max_seq_len=keys)
+                plans.setdefault((plan.tile, plan.one_block, plan.num_splits > 1), plan)
+        return list(plans.values())
+
     def _workspace_size(self) -> tuple[int, int]:
         """(rows, counters): the most rows (token, head, split) and query blocks x KV heads of any plan with more than
         one split.
@@ -136,19 +149,22 @@ class TritonMetadataBuilder(MetadataBuilder[TritonMetadata]):
         `num_splits * num_query_blocks * num_kv_heads` is at most `programs_per_sm * num_sms`, and a query
         block has at most `block_m` rows a KV head.
         """
-        spec = self.spec
         rows = counters = 1
-        for tile in all_tiles(
+        for tile in self._tiles():
+            most_programs = tile.programs_per_sm * self.num_sms
+            by_length = self.max_num_tokens * self.spec.num_heads * _max_splits(tile, self.max_model_len)
+            rows = max(rows, min(most_programs * tile.block_m, by_length))
+            counters = max(counters, most_programs // 2)
+        return rows, counters
+
+    def _tiles(self) -> tuple[Tile, ...]:
+        spec = self.spec
+        return all_tiles(
             group=spec.num_heads // spec.num_kv_heads,
             head_size=spec.head_size,
             itemsize=spec.dtype.itemsize,
             shared_memory=self.shared_memory,
-        ):
-            most_programs = tile.programs_per_sm * self.num_sms
-            by_length = self.max_num_tokens * spec.num_heads * _max_splits(tile, self.max_model_len)
-            rows = max(rows, min(most_programs * tile.block_m, by_length))
-            counters = max(counters, most_programs // 2)
-        return rows, counters
+        )
 
 
 def _device_limits(device: torch.device) -> tuple[int, int]:
