@@ -128,17 +128,33 @@ class InputBatch:
         )
         return np.concatenate(list(wanted)).astype(np.int64)
 
+    def _check_blocks(self, block_size: int) -> None:
+        """Each request's blocks must hold its sequence: what lies beyond them is another request's."""
+        for request, length in zip(self.requests, self.seq_lens.tolist(), strict=True):
+            if request.num_computed_tokens < 0:
+                raise ValueError(
+                    f"request {request.request_id!r} has num_computed_tokens {request.num_computed_tokens}; it must be "
+                    "0 or more"
+                )
+            if len(request.block_ids) * block_size < length:
+                raise ValueError(
+                    f"request {request.request_id!r} has {length} tokens after this step, but block_ids of "
+                    f"{len(request.block_ids)} blocks of {block_size}; block_ids must cover the new tokens too"
+                )
+
     def check_limits(self, config: RunnerConfig, *, needs_state_slots: bool) -> None:
         """ValueError for a batch beyond a runner's limits, or whose requests lack state slots where they need them."""
         for what, got, allowed in (
             ("tokens", self.num_tokens, config.max_num_tokens),
             ("requests", self.num_reqs, config.max_num_reqs),
             ("tokens in one sequence", self.max_seq_len, config.max_model_len),
+            ("blocks of one request", max(len(r.block_ids) for r in self.requests), config.blocks_per_request),
         ):
             if got > allowed:
                 raise ValueError(
                     f"a step of {got} {what} is beyond this runner's {allowed}; split it, or raise the limit"
                 )
+        self._check_blocks(config.block_size)
         slots = [r.state_slot for r in self.requests]
         if needs_state_slots and (min(slots) < 0 or max(slots) >= config.max_num_reqs or len(set(slots)) < len(slots)):
             raise ValueError(

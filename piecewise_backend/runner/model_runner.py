@@ -95,8 +95,8 @@ class ModelRunner:
             max_num_blocks=config.blocks_per_request,
             device=device,
         )
-        self.block_tables = BlockTables(self.buffers, config.block_size)
         self.num_blocks = config.num_blocks or self._affordable_blocks()
+        self.block_tables = BlockTables(self.buffers, config.block_size, self.num_blocks)
 
     @collector_paused()
     def start(self) -> None:

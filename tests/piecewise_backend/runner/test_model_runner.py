@@ -107,6 +107,14 @@ def test_a_graph_break_names_the_line_and_the_way_out() -> None:
         ([work("a", list(range(33)), 0, [0, 1, 2])], "33 tokens is beyond this runner's 32"),
         ([work(str(i), [1], 0, [i]) for i in range(7)], "7 requests is beyond this runner's 6"),
         ([work("a", [1], 128, list(range(8)))], "129 tokens in one sequence is beyond this runner's 128"),
+        ([work("a", [1], 0, list(range(9)))], "9 blocks of one request is beyond this runner's 8"),
+        ([work("a", [1], -1, [0])], "'a' has num_computed_tokens -1"),
+        ([work("a", [1], 0, [3]), work("b", [1], 16, [0])], "'b' has 17 tokens after this step, but block_ids of 1"),
+        (
+            [work("a", [1], 0, [3]), work("b", [1], 0, [48])],
+            "'b' names block 48; .* blocks 0 to 47",
+        ),
+        ([work("a", [1], 0, [-1])], "names block -1"),
     ],
 )
 def test_a_step_beyond_the_limits_is_refused_and_the_runner_goes_on(requests: list, message: str) -> None:
