@@ -127,7 +127,7 @@ def _trace_anew(
         _caller_of(model), backend=backend, fullgraph=True, options={"guard_filter_fn": guard_filter}
     )
     try:
-        with torch.no_grad():
+        with torch.no_grad(), torch._dynamo.config.patch(run_gc_after_compile=False):
             compiled(*views)
     except torch._dynamo.exc.BackendCompilerFailed as error:
         raise error.inner_exception from None  # ours, and clear by itself
