@@ -31,7 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     results = merge([json.loads(path.read_text()) for path in arguments.records])
     for name in arguments.leave_out:
-        del results["contenders"][name]
+        if results["contenders"].pop(name, None) is None:
+            parser.error(f"no contender {name!r}; the records have {', '.join(results['contenders'])}")
     out = arguments.out or arguments.records[0].with_suffix(".png")
     draw(results, out)
     print(out)
