@@ -54,6 +54,19 @@ class CachedLayer(nn.Module, ABC):
         """What this layer computes, for caches of `block_size` tokens a block in `dtype`, when steps may have up to
         `num_draft_tokens` tokens that are rejected afterwards."""
 
+    def _check(self, name: str, tensor: torch.Tensor, like: torch.Tensor, *sizes: int) -> None:
+        """ValueError for an operand whose rows are not those of `like`, or not of `sizes`, flat or one by one. Free:
+        sizes are known while tracing."""
+        given = tuple(tensor.shape[1:])
+        if given not in (sizes, (math.prod(sizes),)):
+            allowed = f"[T, {math.prod(sizes)}]" + (f" or {['T', *sizes]}".replace("'", "") if len(sizes) > 1 else "")
+            got = str(["T", *given]).replace("'", "")
+            raise ValueError(f"{type(self).__name__} {self.layer_name!r}: {name} must be {allowed}, got {got}")
+        if tensor.shape[0] != like.shape[0]:
+            raise ValueError(
+                f"{type(self).__name__} {self.layer_name!r}: all operands must have the same number of rows"
+            )
+
     def bind(self, layer_name: str, tensors: Mapping[str, torch.Tensor]) -> None:
         """Attach caches and the runner's persistent buffers, by name. Before the first call."""
         self.layer_name = layer_name
@@ -84,7 +97,7 @@ class Attention(CachedLayer):
         super().__init__()
         self.num_heads = num_heads
         self.head_size = head_size
-        self.num_kv_heads = num_kv_heads or num_heads
+        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.scale = scale if scale is not None else 1 / math.sqrt(head_size)
         self.sliding_window = sliding_window
         self.soft_cap = soft_cap
@@ -107,6 +120,9 @@ class Attention(CachedLayer):
         Returns a tensor of query's shape and dtype.
         """
         shape = query.shape
+        self._check("query", query, query, self.num_heads, self.head_size)
+        self._check("key", key, query, self.num_kv_heads, self.head_size)
+        self._check("value", value, query, self.num_kv_heads, self.head_size)
         query = query.view(-1, self.num_heads, self.head_size)
         key = key.view(-1, self.num_kv_heads, self.head_size)
         value = value.view(-1, self.num_kv_heads, self.head_size)
@@ -150,6 +166,7 @@ class ShortConv(CachedLayer):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, dim] -> [T, dim], of x's dtype."""
+        self._check("x", x, x, self.dim)
         facts = (self.token_request, self.query_start_loc, self.seq_lens, self.state_slots)
         return short_conv(x, self.weight, self.bias, self.conv_state, *facts, self.silu)
 
@@ -226,6 +243,9 @@ class CompressedAttention(CachedLayer):
 
         Returns a tensor of query's shape and dtype.
         """
+        self._check("query", query, query, self.num_heads, self.head_size)
+        for name, tensor in (("latent", latent), ("kv", kv), ("score", score)):
+            self._check(name, tensor, query, self.head_size)
         heads = query.view(-1, self.num_heads, self.head_size)
         out = torch.empty_like(heads)
         write_cache(latent, self.local_cache, self.slot_mapping)
@@ -256,7 +276,7 @@ class LinearAttention(CachedLayer):
     ) -> None:
         super().__init__()
         self.num_v_heads = num_v_heads
-        self.num_k_heads = num_k_heads or num_v_heads
+        self.num_k_heads = num_v_heads if num_k_heads is None else num_k_heads
         self.head_k_size = head_k_size
         self.head_v_size = head_v_size
         self.scale = scale if scale is not None else 1 / math.sqrt(head_k_size)
@@ -284,6 +304,11 @@ class LinearAttention(CachedLayer):
         """query, key [T, num_k_heads * head_k_size]; value [T, num_v_heads * head_v_size]; log_decay (at most 0) and
         beta (0 to 1) [T, num_v_heads]. Returns a tensor of value's shape and dtype.
         """
+        self._check("query", query, value, self.num_k_heads, self.head_k_size)
+        self._check("key", key, value, self.num_k_heads, self.head_k_size)
+        self._check("value", value, value, self.num_v_heads, self.head_v_size)
+        self._check("log_decay", log_decay, value, self.num_v_heads)
+        self._check("beta", beta, value, self.num_v_heads)
         query = query.view(-1, self.num_k_heads, self.head_k_size)
         key = key.view(-1, self.num_k_heads, self.head_k_size)
         values = value.view(-1, self.num_v_heads, self.head_v_size)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import numbers
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -76,7 +78,10 @@ class AttentionSpec(LayerSpec):
             raise ValueError(
                 f"num_heads must be a multiple of num_kv_heads, got {self.num_heads} and {self.num_kv_heads}"
             )
-        check_at_least(1, sliding_window=self.sliding_window)
+        check_at_least(1, head_size=self.head_size, sliding_window=self.sliding_window)
+        check_scale(self.scale)
+        if self.soft_cap is not None and not 0 < self.soft_cap < math.inf:
+            raise ValueError(f"soft_cap must be finite and above 0, or None for none, got {self.soft_cap}")
 
     def caches(self) -> Mapping[str, CacheSpec]:
         """kv_cache [num_blocks, 2, block_size, num_kv_heads, head_size]: keys at index 0, values at index 1."""
@@ -155,6 +160,7 @@ class CompressedAttentionSpec(LayerSpec):
 
     def __post_init__(self) -> None:
         check_at_least(1, num_heads=self.num_heads, head_size=self.head_size, window=self.window)
+        check_scale(self.scale)
 
     def caches(self) -> Mapping[str, CacheSpec]:
         """local_cache [num_blocks, block_size, head_size]."""
@@ -177,6 +183,7 @@ class LinearAttentionSpec(LayerSpec):
 
     def __post_init__(self) -> None:
         check_at_least(1, num_k_heads=self.num_k_heads, head_k_size=self.head_k_size, head_v_size=self.head_v_size)
+        check_scale(self.scale)
         if self.num_v_heads % self.num_k_heads:
             raise ValueError(
                 f"num_v_heads must be a multiple of num_k_heads, got {self.num_v_heads} and {self.num_k_heads}"
@@ -195,7 +202,13 @@ class LinearAttentionSpec(LayerSpec):
 
 
 def check_at_least(least: int, **values: int | None) -> None:
-    """ValueError for a value below `least`; None passes."""
+    """ValueError for a value that is no integer, or below `least`; None passes."""
     for name, value in values.items():
-        if value is not None and value < least:
-            raise ValueError(f"{name} must be at least {least}, got {value}")
+        if value is not None and not (isinstance(value, numbers.Integral) and value >= least):
+            raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
+
+
+def check_scale(scale: float) -> None:
+    """ValueError for a factor of the scores that is not finite, or not above 0."""
+    if not 0 < scale < math.inf:
+        raise ValueError(f"scale must be finite and above 0, got {scale}")

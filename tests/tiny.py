@@ -119,6 +119,7 @@ def work(
     *,
     is_decode: bool = False,
     state_slot: int = -1,
+    num_draft_tokens: int = 0,
 ) -> ScheduledRequest:
     return ScheduledRequest(
         request_id=request_id,
@@ -127,6 +128,7 @@ def work(
         block_ids=blocks,
         is_decode=is_decode,
         state_slot=state_slot,
+        num_draft_tokens=num_draft_tokens,
     )
 
 

@@ -142,6 +142,17 @@ class InputBatch:
                     f"{len(request.block_ids)} blocks of {block_size}; block_ids must cover the new tokens too"
                 )
 
+    def _check_drafts(self, most: int | None) -> None:
+        """`most`: guesses whose rejection a model's states survive; None for a model without states."""
+        for request in self.requests:
+            count = len(request.token_ids) - 1 if most is None else min(most, len(request.token_ids) - 1)
+            if not 0 <= request.num_draft_tokens <= count:
+                raise ValueError(
+                    f"request {request.request_id!r} has num_draft_tokens {request.num_draft_tokens}, allowed are 0 to "
+                    f"{count}: fewer than its token_ids"
+                    + ("" if most is None else f", and as many as the runner's num_draft_tokens={most}")
+                )
+
     def check_limits(self, config: RunnerConfig, *, needs_state_slots: bool) -> None:
         """ValueError for a batch beyond a runner's limits, or whose requests lack state slots where they need them."""
         for what, got, allowed in (
@@ -155,6 +166,7 @@ class InputBatch:
                     f"a step of {got} {what} is beyond this runner's {allowed}; split it, or raise the limit"
                 )
         self._check_blocks(config.block_size)
+        self._check_drafts(config.num_draft_tokens if needs_state_slots else None)
         slots = [r.state_slot for r in self.requests]
         if needs_state_slots and (min(slots) < 0 or max(slots) >= config.max_num_reqs or len(set(slots)) < len(slots)):
             raise ValueError(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from attention.specs import check_at_least
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerConfig:
@@ -25,11 +27,9 @@ class RunnerConfig:
     """Tokens of each request in a decode step; None: 1 + num_draft_tokens."""
 
     def __post_init__(self) -> None:
-        for name in ("max_num_tokens", "max_num_reqs", "max_model_len", "block_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.num_draft_tokens < 0:
-            raise ValueError(f"num_draft_tokens must be 0 (no speculation) or more, got {self.num_draft_tokens}")
+        for name in ("max_num_tokens", "max_num_reqs", "max_model_len", "block_size", "num_blocks"):
+            check_at_least(1, **{name: getattr(self, name)})
+        check_at_least(0, num_draft_tokens=self.num_draft_tokens)
         if self.max_num_reqs > self.max_num_tokens:
             raise ValueError(
                 f"max_num_reqs ({self.max_num_reqs}) cannot exceed max_num_tokens ({self.max_num_tokens}): every "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -101,13 +102,21 @@ class Engine:
 
     def add(self, prompt_ids: Sequence[int], params: SamplingParams, request_id: str | None = None) -> str:
         """Queue a prompt; returns its request id. ValueError for a prompt that cannot be served, and only for it."""
-        request_id = request_id if request_id is not None else f"request-{self._count}"
+        if request_id is None:
+            request_id = self._new_id()
         if request_id in self._requests:
             raise ValueError(f"request id {request_id!r} is in use; finish or abort it first")
-        self._check(prompt_ids)
-        request = Request(request_id, tuple(int(t) for t in prompt_ids), params)
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"params must be a SamplingParams, got {type(params).__name__}")
+        request = Request(request_id, self._checked(prompt_ids), params)
         self.scheduler.add(request)
         self._requests[request_id] = request
+        return request_id
+
+    def _new_id(self) -> str:
+        """One that no request being served has."""
+        while (request_id := f"request-{self._count}") in self._requests:
+            self._count += 1
         self._count += 1
         return request_id
 
@@ -117,18 +126,24 @@ class Engine:
         The device works on this step while the host reads what the step before sampled: those tokens are returned,
         and a request that ends by them has had one step too many, whose token is dropped. With a speculator the host
         needs each step's tokens to guess the next ones, so a step returns its own.
+
+        A step that raises is as if it had not been: its requests are computed again from their tokens, by later steps.
         """
-        launched = self._launch()
-        if self.speculator is not None:
-            return [] if launched is None else self._verify(launched)
+        scheduled = self.scheduler.schedule()
+        try:
+            launched = self._launch(scheduled)
+            if self.speculator is not None:
+                return [] if launched is None else self._verify(launched)
+            if launched is not None:
+                self._send_tokens(launched)
+        except BaseException:
+            self.scheduler.compute_again([request for request, _ in scheduled])
+            raise
         before, self._in_flight = self._in_flight, launched
-        if launched is not None:
-            self._send_tokens(launched)
         return [] if before is None else self._receive(before)
 
-    def _launch(self) -> _Step | None:
-        """Schedule and launch a forward pass; None where nothing came of it that could be sampled."""
-        scheduled = self.scheduler.schedule()
+    def _launch(self, scheduled: Sequence[tuple[Request, ScheduledRequest]]) -> _Step | None:
+        """Launch a forward pass; None where nothing came of it that could be sampled."""
         self._others_may_work = True
         if not scheduled:
             if self.runner.data_parallel is not None:
@@ -186,7 +201,9 @@ class Engine:
 
     def abort(self, request_id: str) -> None:
         """Stop serving a request. KeyError for one that is not being served."""
-        request = self._requests[request_id]
+        request = self._requests.get(request_id)
+        if request is None:
+            raise KeyError(f"no request {request_id!r} is being served; it has finished, or never was")
         self._finish(request, "aborted")
 
     def _accept(self, request: Request, token_ids: Sequence[int], drafts: Sequence[int]) -> list[NewToken]:
@@ -230,7 +247,12 @@ class Engine:
             self.speculator.forget(request)
         del self._requests[request.request_id]
 
-    def _check(self, prompt_ids: Sequence[int]) -> None:
+    def _checked(self, prompt_ids: Sequence[int]) -> tuple[int, ...]:
+        """The token ids of a prompt that can be served. ValueError for another."""
+        try:
+            prompt_ids = tuple(operator.index(t) for t in prompt_ids)
+        except TypeError as error:
+            raise ValueError(f"a prompt must be a sequence of integers: {error}") from error
         longest = self.runner.config.max_model_len - 1
         if not len(prompt_ids):
             raise ValueError(
@@ -247,6 +269,7 @@ class Engine:
                 f"token ids must be from 0 to {self.vocab_size - 1}, got {wrong[:5]}; was the prompt encoded with "
                 "another model's tokenizer?"
             )
+        return prompt_ids
 
     def _note_preemption(self, request: Request) -> None:
         self.runner.report.reasons.add(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from attention.specs import check_at_least
 from piecewise_backend.config import parse_options
 from piecewise_backend.dumping.dump import dump_if_asked
 from piecewise_backend.reasons import Reason, ReasonCode
@@ -91,9 +94,10 @@ class LLM:
         hf_config = getattr(module, "config", None)
         longest = getattr(hf_config, "max_position_embeddings", _LONGEST_DEFAULT)
         limits.setdefault("max_model_len", min(longest, _LONGEST_DEFAULT))
-        vocab_size = vocab_size or getattr(hf_config, "vocab_size", None)
+        vocab_size = getattr(hf_config, "vocab_size", None) if vocab_size is None else vocab_size
         if vocab_size is None:
             raise ValueError(f"{type(module).__name__} has no config.vocab_size; pass vocab_size=")
+        check_at_least(1, vocab_size=vocab_size)
         self.runner = ModelRunner(
             module,
             RunnerConfig(**limits),
@@ -104,6 +108,8 @@ class LLM:
         )
         self.runner.start()
         self._arrived: dict[str, deque[NewToken]] = {}
+        self._lock = threading.RLock()
+        """Held while the engine is touched."""
         self.engine = Engine(self.runner, vocab_size=vocab_size, eos_token_ids=getattr(module, "eos_token_ids", ()))
 
     @property
@@ -135,7 +141,8 @@ class LLM:
         completions, index_of = self._submit(prompts, params)
         refused = [c.error for c in completions if c.error is not None]
         if refused:
-            self._abort(index_of)
+            with self._lock:
+                self._abort(index_of)
             raise ValueError(refused[0])
         shown = [""] * len(completions)
         for token in self._serve(index_of):
@@ -146,19 +153,21 @@ class LLM:
             yield Chunk(index, text, token.token_id, token.finish_reason)
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt. ValueError for text without a tokenizer."""
+        """Token ids of a prompt. ValueError for text without a tokenizer, and for what is neither text nor integers."""
         if not isinstance(prompt, str):
-            return [int(t) for t in prompt]
+            try:
+                return [operator.index(t) for t in prompt]
+            except TypeError as error:
+                raise ValueError(f"a prompt is text or a sequence of token ids: {error}") from error
         if self.tokenizer is None:
             raise ValueError("a text prompt needs a tokenizer: pass tokenizer= to LLM, or give token ids")
         return self.tokenizer(prompt)["input_ids"]
 
     def _serve(self, request_ids: Iterable[str]) -> Iterator[NewToken]:
         """Step the engine until these requests are finished. Tokens of other requests wait for their own reader, so
-        calls may overlap; leaving early aborts what is unfinished."""
+        calls may overlap, also from several threads; leaving early aborts what is unfinished."""
         self.engine.rejoin()
         unfinished = set(request_ids)
-        self._arrived.update({request_id: deque() for request_id in unfinished})
         try:
             while unfinished:
                 for request_id in list(unfinished):
@@ -167,34 +176,47 @@ class LLM:
                         if token.finish_reason is not None:
                             unfinished.discard(request_id)
                         yield token
-                if unfinished and not any(self._arrived[r] for r in unfinished):
-                    for token in self.engine.step():
-                        self._arrived.setdefault(token.request_id, deque()).append(token)
+                with self._lock:
+                    if unfinished and not any(self._arrived[r] for r in unfinished):
+                        for token in self.engine.step():
+                            self._arrived.setdefault(token.request_id, deque()).append(token)
         finally:
-            self._abort(unfinished)
-            self.engine.drain()
-            for request_id in request_ids:
-                self._arrived.pop(request_id, None)
+            with self._lock:
+                self._abort(unfinished)
+                self.engine.drain()
+                for request_id in request_ids:
+                    self._arrived.pop(request_id, None)
 
     def _abort(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
+            self._arrived.pop(request_id, None)
             self.engine.abort(request_id)
 
     def _submit(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
     ) -> tuple[list[Completion], dict[str, int]]:
-        each: list[Any] = [prompts] if _is_one_prompt(prompts) else list(prompts)
-        given = [params or SamplingParams()] * len(each) if not isinstance(params, Sequence) else list(params)
+        each = _as_prompts(prompts)
+        given = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(each)
         if len(given) != len(each):
             raise ValueError(f"{len(each)} prompts need one SamplingParams, or one each; got {len(given)}")
+        if wrong := [type(one).__name__ for one in given if not isinstance(one, SamplingParams)]:
+            raise ValueError(f"params must be a SamplingParams, or one for each prompt; got {wrong[0]}")
         completions = [Completion(_tokenizer=self.tokenizer) for _ in each]
         index_of: dict[str, int] = {}
         for index, (prompt, one) in enumerate(zip(each, given, strict=True)):
             try:
-                index_of[self.engine.add(self.encode(prompt), one)] = index
-            except ValueError as error:
+                ids = self.encode(prompt)
+                with self._lock:
+                    request_id = self.engine.add(ids, one)
+                    self._arrived[request_id] = deque()
+                index_of[request_id] = index
+            except ValueError as error:  # the others are served
                 completions[index].finish_reason, completions[index].error = "refused", str(error)
                 self.report.reasons.add(Reason(ReasonCode.REQUEST_REFUSED, f"prompt {index}", str(error)))
+            except BaseException:
+                with self._lock:
+                    self._abort(index_of)
+                raise
         return completions, index_of
 
     def _new_text(self, completion: Completion, shown: str, *, is_last: bool) -> str:
@@ -207,8 +229,22 @@ class LLM:
         return text[len(shown) :]
 
 
-def _is_one_prompt(prompts: Any) -> bool:
-    return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+def _as_prompts(prompts: Any) -> list[Any]:
+    """Each prompt of what may be one: text, or token ids of any integers (a list, an array, a tensor)."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if isinstance(prompts, Mapping) or not isinstance(prompts, Iterable):
+        raise ValueError(
+            f"prompts are text or token ids, or a sequence of these; got {type(prompts).__name__}"
+            + ("; of a tokenizer's output give ['input_ids']" if isinstance(prompts, Mapping) else "")
+        )
+    each = list(prompts)
+    return [each] if each and _is_token_id(each[0]) else each
+
+
+def _is_token_id(value: Any) -> bool:
+    """An integer, also NumPy's or an element of a tensor."""
+    return hasattr(value, "__index__") and getattr(value, "ndim", 0) == 0
 
 
 def _as_module(model: str | Path | nn.Module, dtype: torch.dtype | None, device: torch.device) -> tuple[nn.Module, Any]:

@@ -35,7 +35,7 @@ from piecewise_backend.runner.model_state import GroupNotCapturable, ModelState
 from piecewise_backend.runner.newest_tokens import WithNewestTokens
 from piecewise_backend.runner.speculation import Speculator
 from piecewise_backend.runner.start_report import lowered_reason, passed_over_reasons, report_start, support_left
-from piecewise_backend.runner.trace import BoundProgram, trace
+from piecewise_backend.runner.trace import BoundProgram, check_result, trace
 from piecewise_backend.structured_trace import trace_resolution
 
 logger = logging.getLogger(__name__)
@@ -51,8 +51,10 @@ class ModelRunner:
     """Runs a model made of `attention.layers` modules.
 
     model: `forward(input_ids [T] int64, positions [T] int64)` returns hidden states [T, H] and `compute_logits(hidden
-    [R, H])` logits [R, V]; without `compute_logits`, forward's result are the logits. Call `start` once, then
-    `execute` for each step.
+    [R, H])` logits [R, V]; without `compute_logits`, forward's result are the logits. Only the layers look at other
+    rows: besides them, each row of a result must come of the same row of the inputs, since rows of padding hold
+    anything. Weights may be changed in place; tensors put in their place after `start` are not seen. Call `start` once,
+    then `execute` for each step.
     """
 
     groups: list[AttentionGroup]
@@ -83,7 +85,7 @@ class ModelRunner:
         self.options = options
         self.device = device
         self.layers = cached_layers(model)
-        dtype = next(model.parameters()).dtype
+        dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.get_default_dtype())
         self.specs = {
             name: layer.get_spec(block_size=config.block_size, dtype=dtype, num_draft_tokens=config.num_draft_tokens)
             for name, layer in self.layers.items()
@@ -191,9 +193,18 @@ class ModelRunner:
         return self.compute_logits(hidden)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [R, H] -> logits [R, V]."""
+        """hidden [R, H] -> logits [R, V]. ValueError where the model's head gives anything else."""
         head: Any = getattr(self.model, "compute_logits", None)
-        return hidden if head is None else head(hidden)
+        if head is None:
+            return hidden
+        logits = head(hidden)
+        if not isinstance(logits, torch.Tensor) or logits.dim() != 2 or len(logits) != len(hidden):
+            got = f"[{', '.join(map(str, logits.shape))}]" if isinstance(logits, torch.Tensor) else repr(logits)[:80]
+            raise ValueError(
+                f"{type(self.model).__name__}.compute_logits must return logits [R, V], a row for each of its R rows; "
+                f"for {len(hidden)} rows it gave {got}"
+            )
+        return logits
 
     # Capturing: fresh inputs and metadata for every warm-up and every recording.
 
@@ -295,7 +306,9 @@ class ModelRunner:
         num_tokens = max(2, self.config.max_num_tokens - 1)
         model = WithNewestTokens(self.model, self.buffers)
         buffers = (self.buffers.input_ids.gpu, self.buffers.positions.gpu)
-        return trace(model, buffers, num_tokens, options, self._launches_ahead)
+        bound = trace(model, buffers, num_tokens, options, self._launches_ahead)
+        check_result(bound, type(self.model).__name__)
+        return bound
 
     def _launches_ahead(self, operands: Operands) -> list[Launch]:
         """Of every kernel that attention may need for some batch. On a GPU only: elsewhere nothing is compiled."""

@@ -6,14 +6,25 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from attention.base import UncapturableMetadata
 from attention.groups import AttentionGroup
 from attention.metadata import CommonAttentionMetadata
 from piecewise_backend.cudagraph.fingerprint import Fingerprint
 from piecewise_backend.cudagraph.modes import BatchDescriptor, CUDAGraphMode
-from piecewise_backend.runner.batch import NO_STATE_SLOT, InputBatch
+from piecewise_backend.runner.batch import NO_STATE_SLOT, InputBatch, ScheduledRequest
 from piecewise_backend.runner.block_tables import BlockTables
 from piecewise_backend.runner.buffers import InputBuffers
+
+UNKNOWN = -1
+"""Stands for a request's newest token, which the device has by the request's state slot."""
+
+
+def _wrong_ids(request: ScheduledRequest, given: np.ndarray) -> str:
+    allowed = "integers of 0 or more" + (", or -1 for its newest token" if request.state_slot >= 0 else "")
+    wrong = given.tolist()[:3] if given.dtype.kind not in "iu" else given[given < 0][:3].tolist()
+    return f"token_ids of request {request.request_id!r} must be {allowed}, got {wrong}"
 
 
 class GroupNotCapturable(UncapturableMetadata):
@@ -48,7 +59,10 @@ class ModelState:
         self.buffers.arena.begin()
         ids, positions = self.buffers.input_ids, self.buffers.positions
         for request, start in zip(batch.requests, batch.query_start_loc, strict=False):
-            ids.np[start : start + len(request.token_ids)] = request.token_ids
+            given = np.asarray(request.token_ids)
+            if given.dtype.kind not in "iu" or given.min() < (UNKNOWN if request.state_slot >= 0 else 0):
+                raise ValueError(_wrong_ids(request, given))
+            ids.np[start : start + len(given)] = given
         positions.np[: batch.num_tokens] = batch.positions
         ids.np[batch.num_tokens : num_tokens] = 0
         positions.np[batch.num_tokens : num_tokens] = 0

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import numbers
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from piecewise_backend.runner.batch import NO_STATE_SLOT
 
@@ -28,14 +31,34 @@ class SamplingParams:
     """Go on past end-of-sequence tokens."""
 
     def __post_init__(self) -> None:
-        if self.max_tokens < 1:
-            raise ValueError(f"max_tokens must be at least 1, got {self.max_tokens}")
-        if self.temperature < 0:
-            raise ValueError(f"temperature must be 0 (greedy) or more, got {self.temperature}")
-        if self.top_k < 0:
-            raise ValueError(f"top_k must be 0 (all) or more, got {self.top_k}")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p}")
+        if not _is_integer(self.max_tokens) or self.max_tokens < 1:
+            raise ValueError(f"max_tokens must be an integer of at least 1, got {self.max_tokens!r}")
+        if not _is_number(self.temperature) or not (self.temperature == 0 or _LEAST <= self.temperature < math.inf):
+            raise ValueError(
+                f"temperature must be 0 (greedy), or finite and at least {_LEAST}, got {self.temperature!r}"
+            )
+        if not _is_integer(self.top_k) or self.top_k < 0:
+            raise ValueError(f"top_k must be an integer, 0 (all) or more, got {self.top_k!r}")
+        if not _is_number(self.top_p) or not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p!r}")
+        if self.seed is not None and not (_is_integer(self.seed) and -(1 << 63) <= self.seed < 1 << 63):
+            raise ValueError(f"seed must be an integer of 64 bits, or None, got {self.seed!r}")
+        stops: Any = self.stop_token_ids
+        if not isinstance(stops, Collection) or isinstance(stops, str) or not all(map(_is_integer, stops)):
+            raise ValueError(f"stop_token_ids must be a tuple of token ids, () for none, got {stops!r}")
+
+
+_LEAST = 1e-5
+"""Of temperatures: logits divided by less are infinite before long."""
+
+
+def _is_integer(value: Any) -> bool:
+    """Of any kind: Python's, NumPy's."""
+    return isinstance(value, numbers.Integral)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, numbers.Real)
 
 
 UNKNOWN_TOKEN = -1

@@ -114,12 +114,20 @@ class Scheduler:
 
     def preempt_last(self) -> Request:
         """The request that came last gives way. Never one already scheduled in this step: those come earlier."""
-        request = self.running.pop()
-        self._release_slot(request)
-        self.pool.release(request.preempt())
-        self.waiting.appendleft(request)
+        request = self.running[-1]
+        self.compute_again([request])
         self._on_preempt(request)
         return request
+
+    def compute_again(self, requests: Sequence[Request]) -> None:
+        """Those of `requests` that are running give everything back and wait, to be computed again from their tokens:
+        what they have in caches is not believed any more."""
+        for request in reversed(requests):
+            if request in self.running:
+                self.running.remove(request)
+                self._release_slot(request)
+                self.pool.release(request.preempt())
+                self.waiting.appendleft(request)
 
 
 def advance(scheduled: Sequence[tuple[Request, ScheduledRequest]]) -> list[tuple[int, Request]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import time
 import types
 from collections.abc import Callable, Sequence
@@ -12,8 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from attention import layers
 from attention.kernels.ahead import Launch
 from piecewise_backend.backend import compile_graph
+from piecewise_backend.breakpoints import target_names
 from piecewise_backend.collector import collector_paused
 from piecewise_backend.compile import start_compile_workers
 from piecewise_backend.config import Options
@@ -103,6 +106,7 @@ def _trace_anew(
     calls: list[tuple[Any, ...]] = []
 
     def backend(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        _check_layers_used_once(gm)
         if cache is not None:
             cache.note_graph(gm)
         sources: Sequence[int | Merged] = range(len(example_inputs))
@@ -141,6 +145,42 @@ def _trace_anew(
     return traced
 
 
+def check_result(bound: BoundProgram, model: str) -> None:
+    """ValueError unless a model's result is one tensor with a row for each token."""
+    fakes = bound.program.output_fakes
+    shapes = [f"[{', '.join(map(str, f.shape))}]" if isinstance(f, torch.Tensor) else repr(f) for f in fakes]
+    if len(fakes) == 1 and isinstance(fakes[0], torch.Tensor) and fakes[0].dim() == 2:
+        tokens = next(i.fake.shape[0] for i in bound.program.inputs if bound.dim.dims(i.fake))
+        if str(fakes[0].shape[0]) == str(tokens):
+            return
+    raise ValueError(
+        f"{model}.forward must return one tensor [T, H], a row for each of the T tokens, got {len(fakes)} values: "
+        f"{', '.join(shapes) or 'none'} (s.. stands for T); wrap the model in a module that returns the hidden states "
+        "alone"
+    )
+
+
+_CACHE_OF = {"attention": 1, "compressed_attention": 1, "linear_attention": 5, "short_conv": 3, "compress_kv": 3}
+"""By operator of a layer with caches: which of its arguments is the cache."""
+
+
+def _check_layers_used_once(gm: torch.fx.GraphModule) -> None:
+    """A layer's cache holds one entry for each token, so a second call in one pass would overwrite the first's."""
+    seen: set[Any] = set()
+    for node in gm.graph.nodes:
+        qualified = target_names(node.target)[-1] if node.op == "call_function" else ""
+        namespace, _, name = qualified.partition("::")
+        if namespace != "mrv2" or name not in _CACHE_OF:
+            continue
+        cache = node.args[_CACHE_OF[name]]
+        if (name, cache) in seen:
+            raise ValueError(
+                f"a layer is called twice in one forward ({name} on {cache}): both calls would share one cache. Make a "
+                "layer object for each call; they may share the weights around them"
+            )
+        seen.add((name, cache))
+
+
 def _caller_of(model: nn.Module) -> Callable[..., Any]:
     """A function that calls `model`, with a code object of its own: Dynamo counts recompilations by code object, and
     any number of runners may be started in one process."""
@@ -151,7 +191,13 @@ def _caller_of(model: nn.Module) -> Callable[..., Any]:
     return types.FunctionType(call.__code__.replace(), call.__globals__, call.__name__, None, call.__closure__)
 
 
+_RAISED = re.compile(r"raised exception (\w+)\(\D*?(?:str: )?(['\"])(.*)\2")
+"""What Dynamo says of an exception that the traced code itself raises."""
+
+
 def _graph_break_message(error: Exception) -> str:
+    if (raised := _RAISED.search(str(error))) is not None:
+        return f"the model raises {raised[1]} while it is traced, at {_user_line(error)}: {raised[3]}"
     what = str(error).strip().splitlines()[0]
     return (
         f"the model cannot be traced as one graph: {what} At {_user_line(error)}. A model for the runner must stay in "
@@ -161,10 +207,11 @@ def _graph_break_message(error: Exception) -> str:
 
 
 def _user_line(error: Exception) -> str:
-    """ "file:line: code" of the innermost line of the user's that Dynamo was at."""
+    """ "file:line: code" of the innermost line of the user's that Dynamo was at, layers of ours left out."""
     stack = getattr(error, "real_stack", None)
     if stack:
-        return f"{stack[-1].filename}:{stack[-1].lineno}: {stack[-1].line}"
+        frame = next((f for f in reversed(stack) if f.filename != layers.__file__), stack[-1])
+        return f"{frame.filename}:{frame.lineno}: {frame.line}"
     lines = str(error).partition("from user code:")[2].splitlines()
     frames = [(place, code) for place, code in itertools.pairwise(lines) if place.strip().startswith("File ")]
     if not frames:

@@ -115,6 +115,11 @@ def test_a_graph_break_names_the_line_and_the_way_out() -> None:
             "'b' names block 48; .* blocks 0 to 47",
         ),
         ([work("a", [1], 0, [-1])], "names block -1"),
+        ([work("a", [1, -2], 0, [0])], "token_ids of request 'a' must be integers of 0 or more, got .-2"),
+        ([work("a", [1, -1], 0, [0])], "token_ids of request 'a' must be integers of 0 or more, got .-1"),
+        ([work("a", [1, 3.9], 0, [0])], "token_ids of request 'a' must be integers of 0 or more, got .1.0, 3.9"),
+        ([work("a", [1, 2], 0, [0], num_draft_tokens=2)], "num_draft_tokens 2, allowed are 0 to 1"),
+        ([work("a", [1, 2], 0, [0], num_draft_tokens=-1)], "num_draft_tokens -1, allowed are 0 to 1"),
     ],
 )
 def test_a_step_beyond_the_limits_is_refused_and_the_runner_goes_on(requests: list, message: str) -> None:
