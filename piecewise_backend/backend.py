@@ -90,10 +90,12 @@ def compile_graph(
     tell(lambda observer: observer.split(gm, graph))
     facts = find_facts(gm, graph)
     compiler = PieceCompiler.from_options(options, reasons)
-    if launches_of is not None:
-        compiler.kernels.compile(launches_of(operands_of_layers(graph)))
-    program = build_program(gm, graph, facts, compiler)
-    compiler.kernels.wait()
+    try:
+        if launches_of is not None:
+            compiler.kernels.compile(launches_of(operands_of_layers(graph)))
+        program = build_program(gm, graph, facts, compiler)
+    finally:
+        compiler.kernels.wait()
     compiled = {p.key: p for p in program.pieces}
     pieces = [compiled.get(compiler.key(segment.structure)) for segment in graph.segments]
     steps, structures = describe_steps(graph.segments, program.steps, pieces)

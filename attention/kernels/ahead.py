@@ -27,8 +27,15 @@ Launch = tuple[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]]
 def without_memory(traced: torch.Tensor) -> torch.Tensor:
     """A tensor on the meta device, laid out as a traced one was at the sizes of its trace."""
     layout = (traced.shape, traced.stride())
-    sizes, strides = ([n.node.hint if isinstance(n, torch.SymInt) else n for n in numbers] for numbers in layout)
+    sizes, strides = ([_known(number) for number in numbers] for numbers in layout)
     return torch.empty_strided(sizes, strides, dtype=traced.dtype, device="meta")
+
+
+def _known(number: int | torch.SymInt) -> int:
+    """As traced; 1 for a number that only the device knows: no kernel is compiled for it."""
+    if not isinstance(number, torch.SymInt):
+        return number
+    return number.node.hint if number.node.has_hint() else 1
 
 
 class KernelsAhead:
