@@ -39,4 +39,5 @@ nitpick_ignore_regex = [
     (r"py:.*", r"(torch|nn|fx|np|numpy|rich|Group|dist|collections|typing|pathlib|Path|enum|abc|contextlib)(\..*)?"),
     (r"py:class", r"piecewise_backend\.dumping\.folder\.DumpFolder"),  # given to `Dump` by `dump`
     (r"py:.*", r"(attention\.base\.)?MetadataT|tuple\[.*"),
+    (r"py:class", r"Launch"),  # a tuple of what a kernel is launched with, for backends of Triton kernels
 ]

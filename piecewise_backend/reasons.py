@@ -70,6 +70,8 @@ class ReasonCode(enum.StrEnum):
     """A size was left out, since all graphs together would take more memory than they may."""
     PREEMPTED = "preempted"
     """A request gave its blocks back and is computed again later."""
+    VOCABULARIES_DIFFER = "vocabularies_differ"
+    """A draft model knows other tokens than the model it guesses for; what only one of them knows is not guessed."""
     REQUEST_REFUSED = "request_refused"
     """One request was refused; the others go on."""
 

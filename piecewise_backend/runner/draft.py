@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from piecewise_backend.config import parse_options
+from piecewise_backend.reasons import Reason, ReasonCode
 from piecewise_backend.runner.batch import ScheduledRequest
 from piecewise_backend.runner.draft_loop import DraftLoop
 from piecewise_backend.runner.model_runner import ModelRunner
@@ -66,16 +67,31 @@ class DraftModel(Speculator):
         self.runner.start()
         self.loop = DraftLoop(self.runner, self.num_draft_tokens - 1)
         target.report.draft = self.runner.report
+        self._vocab_size = self.runner.num_logits
+        if self._vocab_size != target.num_logits:
+            detail = f"has {self._vocab_size} tokens, the model it guesses for {target.num_logits}"
+            hint = "nothing to do, if both have the same tokenizer; else take a draft model that has the target's"
+            target.report.reasons.add(Reason(ReasonCode.VOCABULARIES_DIFFER, self.method, detail, hint))
 
     def propose(self, requests: Sequence[Request]) -> list[list[int]]:
+        guesses: dict[int, list[int]] = {id(r): [] for r in requests}
+        guesses |= self._guesses([r for r in requests if self._knows(r)])
+        return [guesses[id(request)] for request in requests]
+
+    def _knows(self, request: Request) -> bool:
+        """Whether every token that the draft model has yet to run is of its vocabulary."""
+        return max(request.tokens(self._num_seen(request), request.num_tokens), default=0) < self._vocab_size
+
+    def _guesses(self, requests: Sequence[Request]) -> dict[int, list[int]]:
+        """By the id of each request."""
         if not requests:
-            return []
+            return {}
         first = self._catch_up(requests)
         columns = [first[:, None], self.loop.run([_after(r) for r in requests], first)]
         guesses = torch.cat(columns, dim=1).tolist()
         for request, row in zip(requests, guesses, strict=True):
             self._progress[request.request_id] = _Progress(request.num_preemptions, request.num_tokens, row)
-        return guesses
+        return dict(zip(map(id, requests), guesses, strict=True))
 
     def forget(self, request: Request) -> None:
         self._progress.pop(request.request_id, None)

@@ -237,7 +237,8 @@ class Engine:
         # A sequence near its longest goes on without guesses: it has no room for all of them.
         requests = [r for r in requests if r.num_tokens + self.speculator.num_draft_tokens <= longest]
         for request, guesses in zip(requests, self.speculator.propose(requests), strict=True):
-            request.draft_ids = list(guesses)
+            # A token that the model does not know ends the guesses.
+            request.draft_ids = list(itertools.takewhile(lambda token: 0 <= token < self.vocab_size, guesses))
 
     def _finish(self, request: Request, reason: str) -> None:
         request.finish_reason = reason

@@ -206,6 +206,13 @@ class ModelRunner:
             )
         return logits
 
+    @property
+    def num_logits(self) -> int:
+        """Columns of the logits of a started runner's model."""
+        (hidden,) = self.bound.program.output_fakes
+        with torch.no_grad():
+            return self.compute_logits(torch.zeros(1, hidden.shape[1], dtype=hidden.dtype, device=self.device)).shape[1]
+
     # Capturing: fresh inputs and metadata for every warm-up and every recording.
 
     def create_forward_fn(

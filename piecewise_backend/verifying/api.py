@@ -38,7 +38,7 @@ def verify(compiled: Any, inputs: Any = None, kwargs: Mapping[str, Any] | None =
     random states and a module's own attributes too; what else Python code of the model does, it does twice.
 
     Never raises for what it finds: see `Verification.ok` and `raise_if_wrong()`. TypeError for something that cannot be
-    verified, ValueError for requests beyond a runner's limits.
+    verified, ValueError for inputs that the model itself does not take, or requests beyond a runner's limits.
     """
     if isinstance(compiled, LLM):
         compiled = compiled.runner
@@ -81,6 +81,7 @@ class _Verifier:
                     traced = list(map(copied, tree_leaves(self.compiled(*self.args, **self.kwargs))))
                 whole = self._against_eager(traced)
             except Exception as error:
+                self._check_inputs()
                 whole = (_error(f"the call failed: {type(error).__name__}: {error}"),)
             finally:
                 self._restore()
@@ -124,6 +125,17 @@ class _Verifier:
                     ),
                 )
         return ()
+
+    def _check_inputs(self) -> None:
+        """ValueError where the model itself, not compiled, fails on the inputs."""
+        self._restore()
+        try:
+            torch.compiler.disable(self.eager)(*self.args, **self.kwargs)
+        except Exception as error:
+            raise ValueError(
+                f"the model itself fails on these inputs: {type(error).__name__}: {error}. verify takes what the model "
+                "is called with: a tuple of its arguments, or one tensor"
+            ) from error
 
     def _restore(self) -> None:
         for saved in reversed(self.saved):

@@ -27,6 +27,8 @@ def cases_of(runner: ModelRunner, requests: Sequence[ScheduledRequest] | None) -
     """One case for each captured descriptor, or for the one that serves `requests`; one without graphs where none is
     captured. ValueError for requests beyond the runner's limits."""
     if requests is not None:
+        if wrong := [type(r).__name__ for r in requests if not isinstance(r, ScheduledRequest)]:
+            raise TypeError(f"a runner is verified with a list of ScheduledRequest, or None; got {wrong[0]}")
         batch = InputBatch.make(requests)
         batch.check_limits(runner.config, needs_state_slots=runner.has_states)
         found = runner.manager.dispatch(batch.num_tokens, batch.num_reqs, batch.uniform_query_len)

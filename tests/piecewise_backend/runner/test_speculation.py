@@ -2,12 +2,13 @@
 
 import pytest
 import torch
+from torch import nn
 
 from attention.backends.pytorch import TorchMetadataBuilder
 from piecewise_backend.cudagraph.modes import CUDAGraphMode
 from piecewise_backend.reasons import ReasonCode
 from piecewise_backend.runner import DraftModel, Engine, PromptLookup, Request, SamplingParams, Speculator
-from tests.tiny import VOCAB, TinyDecoder, make_runner, oracle_greedy, serve_at_random, work
+from tests.tiny import HIDDEN, VOCAB, TinyDecoder, make_runner, oracle_greedy, serve_at_random, work
 
 MODES = ["NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"]
 PROMPTS = [[5], [1, 2, 3, 1, 2, 3, 1, 2], list(range(40)), [7] * 20, [3, 1, 4, 1, 5, 9, 2, 6], [11, 12]]
@@ -191,3 +192,19 @@ def test_tokens_that_nobody_guessed_are_run_before_the_next_guess() -> None:
                 c[5, :, : asked.num_tokens] for c in (layer.kv_cache, forgetful.runner.layers[name].kv_cache)
             )
             torch.testing.assert_close(cached, expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("draft_vocab", [20, VOCAB + 200])
+def test_a_draft_of_another_vocabulary_guesses_what_both_know(draft_vocab: int) -> None:
+    model, draft = TinyDecoder(), TinyDecoder(seed=1)
+    draft.embed, draft.head = nn.Embedding(draft_vocab, HIDDEN), nn.Linear(HIDDEN, draft_vocab, bias=False)
+    engine = Engine(make_runner(model=model, speculator=DraftModel(draft, 3)), vocab_size=VOCAB)
+    prompts = [[1, 2, 3], [50, 4, 60], [7] * 5, [96]]
+    ids = [engine.add(p, SamplingParams(max_tokens=10)) for p in prompts]
+    tokens: dict[str, list[int]] = {i: [] for i in ids}
+    while engine.has_work:
+        for token in engine.step():
+            tokens[token.request_id].append(token.token_id)
+    assert [tokens[i] for i in ids] == [oracle_greedy(model, p, 10) for p in prompts]
+    reasons = {reason.code: str(reason) for reason, _ in engine.runner.report.reasons}
+    assert f"has {draft_vocab} tokens, the model it guesses for {VOCAB}" in reasons[ReasonCode.VOCABULARIES_DIFFER]

@@ -166,13 +166,24 @@ def test_graphs_that_are_not_the_models_are_the_tracers_fault() -> None:
     assert found.fault is Fault.TRACING
 
 
-def test_a_model_that_fails_is_reported_and_not_raised() -> None:
+def test_a_model_that_fails_only_when_compiled_is_reported_and_not_raised() -> None:
     def model(x: torch.Tensor) -> torch.Tensor:
-        return x @ x
+        return x @ (x if torch.compiler.is_compiling() else x.T)
 
     result = piecewise_backend.verify(compiled(model), (torch.randn(2, 3),))
     assert not result.ok
     assert result.differences[0].fault is Fault.ERROR
+
+
+def test_what_cannot_be_verified_is_refused() -> None:
+    def model(x: torch.Tensor) -> torch.Tensor:
+        return x @ x
+
+    for inputs in ((torch.randn(2, 3),), (torch.randn(2, 2), torch.randn(2, 2)), (None,)):
+        with pytest.raises(ValueError, match=r"the model itself fails on these inputs.*a tuple of its arguments"):
+            piecewise_backend.verify(compiled(model), inputs)
+    with pytest.raises(TypeError, match="list of ScheduledRequest, or None; got list"):
+        piecewise_backend.verify(make_runner("NONE"), [[1, 2]])
     with pytest.raises(TypeError, match="allowed"):
         piecewise_backend.verify(model, (torch.randn(2, 2),))
 
