@@ -25,7 +25,7 @@ def test_a_model_that_does_not_exist_ends_with_status_two_and_one_clear_line(
         (["--mode", "FUL"], "unknown mode 'FUL'; did you mean 'FULL'"),
         (["--recorder", "emulate"], "did you mean 'emulated'"),
         (["--dtype", "int8"], "unknown dtype 'int8'; allowed: float32, float16, bfloat16"),
-        (["--max-tokens", "0"], "max_tokens must be at least 1"),
+        (["--max-tokens", "0"], "max_tokens must be an integer of at least 1"),
     ],
 )
 def test_a_wrong_value_is_named_before_any_model_is_loaded(

@@ -111,7 +111,11 @@ def test_a_backend_that_does_not_declare_its_support_is_never_recorded_and_named
 
 @pytest.mark.parametrize(
     ("wrong", "message"),
-    [({"num_heads": 3}, "multiple of num_kv_heads"), ({"sliding_window": 0}, "sliding_window must be at least 1")],
+    [
+        ({"num_heads": 3}, "multiple of num_kv_heads"),
+        ({"sliding_window": 0}, "sliding_window must be an integer of at least 1"),
+        ({"soft_cap": 0.0}, "soft_cap must be finite and above 0"),
+    ],
 )
 def test_an_impossible_spec_is_refused(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):

@@ -136,8 +136,6 @@ class FlashInferBackend(AttentionBackend):
             return f"dtype {spec.dtype} is not one of {[str(dtype) for dtype in _DTYPES]}"
         if spec.head_size not in _HEAD_SIZES:
             return f"head_size must be one of {list(_HEAD_SIZES)}, got {spec.head_size}"
-        if spec.soft_cap is not None and spec.soft_cap <= 0:
-            return f"soft_cap must be positive, got {spec.soft_cap}"
         return _missing_on(device) or unsupported_device(device)
 
     @staticmethod
