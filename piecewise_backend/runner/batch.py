@@ -130,7 +130,11 @@ class InputBatch:
 
     def _check_blocks(self, block_size: int) -> None:
         """Each request's blocks must hold its sequence: what lies beyond them is another request's."""
-        for request, length in zip(self.requests, self.seq_lens.tolist(), strict=True):
+        lengths = self.seq_lens.tolist()
+        enough = all(len(r.block_ids) * block_size >= n for r, n in zip(self.requests, lengths, strict=True))
+        if enough and self.positions[self.query_start_loc[:-1]].min() >= 0:
+            return
+        for request, length in zip(self.requests, lengths, strict=True):
             if request.num_computed_tokens < 0:
                 raise ValueError(
                     f"request {request.request_id!r} has num_computed_tokens {request.num_computed_tokens}; it must be "
@@ -144,6 +148,8 @@ class InputBatch:
 
     def _check_drafts(self, most: int | None) -> None:
         """`most`: guesses whose rejection a model's states survive; None for a model without states."""
+        if not any(r.num_draft_tokens for r in self.requests):
+            return
         for request in self.requests:
             count = len(request.token_ids) - 1 if most is None else min(most, len(request.token_ids) - 1)
             if not 0 <= request.num_draft_tokens <= count:

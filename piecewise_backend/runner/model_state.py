@@ -21,6 +21,14 @@ UNKNOWN = -1
 """Stands for a request's newest token, which the device has by the request's state slot."""
 
 
+def _check_unknown(batch: InputBatch) -> None:
+    """ValueError for a negative token id other than -1, or -1 for a request without a state slot."""
+    for request in batch.requests:
+        given = np.asarray(request.token_ids)
+        if given.min() < (UNKNOWN if request.state_slot >= 0 else 0):
+            raise ValueError(_wrong_ids(request, given))
+
+
 def _wrong_ids(request: ScheduledRequest, given: np.ndarray) -> str:
     allowed = "integers of 0 or more" + (", or -1 for its newest token" if request.state_slot >= 0 else "")
     wrong = given.tolist()[:3] if given.dtype.kind not in "iu" else given[given < 0][:3].tolist()
@@ -60,9 +68,11 @@ class ModelState:
         ids, positions = self.buffers.input_ids, self.buffers.positions
         for request, start in zip(batch.requests, batch.query_start_loc, strict=False):
             given = np.asarray(request.token_ids)
-            if given.dtype.kind not in "iu" or given.min() < (UNKNOWN if request.state_slot >= 0 else 0):
+            if given.dtype.kind not in "iu":
                 raise ValueError(_wrong_ids(request, given))
             ids.np[start : start + len(given)] = given
+        if ids.np[: batch.num_tokens].min() < 0:
+            _check_unknown(batch)
         positions.np[: batch.num_tokens] = batch.positions
         ids.np[batch.num_tokens : num_tokens] = 0
         positions.np[batch.num_tokens : num_tokens] = 0
