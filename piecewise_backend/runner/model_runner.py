@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -12,8 +13,7 @@ from torch import nn
 
 from attention.forward_context import ForwardContext, set_forward_context
 from attention.groups import AttentionCGSupportInfo, AttentionGroup, init_attn_backend, least_support
-from attention.kernels.ahead import Launch, without_memory
-from attention.kv_cache import allocate_caches, block_bytes, state_bytes
+from attention.kv_cache import allocate_caches, state_bytes
 from attention.layers import cached_layers
 from piecewise_backend.backend import choose_recorder
 from piecewise_backend.collector import collector_paused
@@ -24,24 +24,31 @@ from piecewise_backend.cudagraph.manager import CudaGraphManager
 from piecewise_backend.cudagraph.modes import BatchDescriptor, CUDAGraphMode
 from piecewise_backend.cudagraph.resolve import ResolvedCudagraphs, resolve_cudagraph_mode_and_sizes
 from piecewise_backend.observe import tell
-from piecewise_backend.program import Operands, followed
-from piecewise_backend.reasons import Reason, ReasonCode
+from piecewise_backend.program import followed
+from piecewise_backend.reasons import Reason
 from piecewise_backend.runner.batch import InputBatch, ScheduledRequest
 from piecewise_backend.runner.block_tables import BlockTables
 from piecewise_backend.runner.buffers import InputBuffers
+from piecewise_backend.runner.cache_size import affordable_blocks
 from piecewise_backend.runner.config import RunnerConfig
 from piecewise_backend.runner.data_parallel import DataParallel, StepFacts
+from piecewise_backend.runner.kernels_ahead import launches_ahead
 from piecewise_backend.runner.model_state import GroupNotCapturable, ModelState
 from piecewise_backend.runner.newest_tokens import WithNewestTokens
+from piecewise_backend.runner.results import check_result, checked_logits
 from piecewise_backend.runner.speculation import Speculator
-from piecewise_backend.runner.start_report import lowered_reason, passed_over_reasons, report_start, support_left
-from piecewise_backend.runner.trace import BoundProgram, check_result, trace
+from piecewise_backend.runner.start_report import (
+    lowered_reason,
+    passed_over_reasons,
+    report_start,
+    support_left,
+    uncaptured_reason,
+)
+from piecewise_backend.runner.trace import BoundProgram, trace
 from piecewise_backend.structured_trace import trace_resolution
 
 logger = logging.getLogger(__name__)
 
-_CPU_CACHE_BYTES = 2 << 30
-_GPU_CACHE_SHARE = 0.85
 _MOST_LOGITS_ROWS = 128
 """Rows up to which decode graphs compute logits: of more, their launch is no share of a step, but they are the largest
 tensor of a graph pool (128 MiB for 512 rows of 128256 in half precision)."""
@@ -97,7 +104,7 @@ class ModelRunner:
             max_num_blocks=config.blocks_per_request,
             device=device,
         )
-        self.num_blocks = config.num_blocks or self._affordable_blocks()
+        self.num_blocks = config.num_blocks or affordable_blocks(self.specs, config, device)
         self.block_tables = BlockTables(self.buffers, config.block_size, self.num_blocks)
 
     @collector_paused()
@@ -197,14 +204,7 @@ class ModelRunner:
         head: Any = getattr(self.model, "compute_logits", None)
         if head is None:
             return hidden
-        logits = head(hidden)
-        if not isinstance(logits, torch.Tensor) or logits.dim() != 2 or len(logits) != len(hidden):
-            got = f"[{', '.join(map(str, logits.shape))}]" if isinstance(logits, torch.Tensor) else repr(logits)[:80]
-            raise ValueError(
-                f"{type(self.model).__name__}.compute_logits must return logits [R, V], a row for each of its R rows; "
-                f"for {len(hidden)} rows it gave {got}"
-            )
-        return logits
+        return checked_logits(head(hidden), len(hidden), type(self.model).__name__)
 
     @property
     def num_logits(self) -> int:
@@ -313,21 +313,10 @@ class ModelRunner:
         num_tokens = max(2, self.config.max_num_tokens - 1)
         model = WithNewestTokens(self.model, self.buffers)
         buffers = (self.buffers.input_ids.gpu, self.buffers.positions.gpu)
-        bound = trace(model, buffers, num_tokens, options, self._launches_ahead)
+        launches_of = functools.partial(launches_ahead, self.groups, self.state)
+        bound = trace(model, buffers, num_tokens, options, launches_of)
         check_result(bound, type(self.model).__name__)
         return bound
-
-    def _launches_ahead(self, operands: Operands) -> list[Launch]:
-        """Of every kernel that attention may need for some batch. On a GPU only: elsewhere nothing is compiled."""
-        if self.device.type != "cuda":
-            return []
-        common, launches = self.state.any_batch(), []
-        for group in self.groups:
-            layouts = {_layout(operands[name]): name for name in group.layer_names if name in operands}
-            for name in layouts.values() if hasattr(group.impl, "launches_ahead") else ():
-                tensors = [without_memory(fake) for fake in operands[name]]
-                launches += group.impl.launches_ahead(group.builder, common, *tensors)
-        return launches
 
     def _lower_support(self, refusal: GroupNotCapturable) -> Reason:
         """Believe a builder that refuses, whatever it declared; returns the reason for the report."""
@@ -337,17 +326,6 @@ class ModelRunner:
         self.state.groups = tuple(self.groups)
         logger.warning("%s", refusal)
         return lowered_reason(refusal)
-
-    def _affordable_blocks(self) -> int:
-        wanted = self.config.max_num_reqs * self.config.blocks_per_request
-        each = block_bytes(self.specs)
-        if not each:
-            return wanted
-        budget = _CPU_CACHE_BYTES
-        if self.device.type == "cuda":
-            budget = int(torch.cuda.mem_get_info(self.device)[0] * _GPU_CACHE_SHARE)
-        budget -= self.config.max_num_reqs * state_bytes(self.specs)
-        return max(1, min(wanted, _rounded_down(budget // each)))
 
     # Each step's parts.
 
@@ -363,29 +341,10 @@ class ModelRunner:
     def _note_uncaptured(self, num_tokens: int) -> None:
         self.report.uncaptured_runs += 1
         if self.manager.captured:
-            self.report.reasons.add(
-                Reason(
-                    ReasonCode.ABOVE_ALL_SIZES,
-                    f"{num_tokens} tokens",
-                    "no captured size holds this batch",
-                    "add a size to options={'capture_sizes': [...]}",
-                )
-            )
+            self.report.reasons.add(uncaptured_reason(num_tokens))
 
 
 def is_recorded(step: Step, recorded_layers: frozenset[str]) -> bool:
     """Whether a breakpoint is recorded: our layers' by their names, anything else never (its rows are padded)."""
     assert step.breakpoint is not None
     return step.breakpoint.owns_metadata and step.breakpoint.capturable and step.layer in recorded_layers
-
-
-def _layout(tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:
-    """Equal for traced tensors that kernels are compiled alike for."""
-    return tuple((t.dtype, *(str(number) for number in (*t.shape, *t.stride()))) for t in tensors)
-
-
-def _rounded_down(count: int) -> int:
-    """To five leading bits. Compiled code has the caches' sizes in it: a little more or less free memory than at the
-    start before should not make it anew."""
-    step = 1 << max(0, count.bit_length() - 5)
-    return count // step * step

@@ -139,3 +139,13 @@ def _group_report(group: AttentionGroup, resolved: ResolvedCudagraphs) -> GroupR
         mixed_why=why(resolved.mixed, resolved.requested.mixed),
         layers=group.layer_names,
     )
+
+
+def uncaptured_reason(num_tokens: int) -> Reason:
+    """Of a step that runs without graphs beside captured sizes."""
+    return Reason(
+        ReasonCode.ABOVE_ALL_SIZES,
+        f"{num_tokens} tokens",
+        "no captured size holds this batch",
+        "add a size to options={'capture_sizes': [...]}",
+    )

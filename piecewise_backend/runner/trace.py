@@ -145,21 +145,6 @@ def _trace_anew(
     return traced
 
 
-def check_result(bound: BoundProgram, model: str) -> None:
-    """ValueError unless a model's result is one tensor with a row for each token."""
-    fakes = bound.program.output_fakes
-    shapes = [f"[{', '.join(map(str, f.shape))}]" if isinstance(f, torch.Tensor) else repr(f) for f in fakes]
-    if len(fakes) == 1 and isinstance(fakes[0], torch.Tensor) and fakes[0].dim() == 2:
-        tokens = next(i.fake.shape[0] for i in bound.program.inputs if bound.dim.dims(i.fake))
-        if str(fakes[0].shape[0]) == str(tokens):
-            return
-    raise ValueError(
-        f"{model}.forward must return one tensor [T, H], a row for each of the T tokens, got {len(fakes)} values: "
-        f"{', '.join(shapes) or 'none'} (s.. stands for T); wrap the model in a module that returns the hidden states "
-        "alone"
-    )
-
-
 _CACHE_OF = {"attention": 1, "compressed_attention": 1, "linear_attention": 5, "short_conv": 3, "compress_kv": 3}
 """By operator of a layer with caches: which of its arguments is the cache."""
 

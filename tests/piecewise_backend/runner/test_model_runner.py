@@ -201,7 +201,7 @@ def test_a_start_runs_each_distinct_step_once(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_little_less_free_memory_gives_the_same_number_of_blocks() -> None:
-    from piecewise_backend.runner.model_runner import _rounded_down
+    from piecewise_backend.runner.cache_size import _rounded_down
 
     assert [_rounded_down(n) for n in (0, 1, 31, 33, 1000, 1023, 100_000)] == [0, 1, 31, 32, 992, 992, 98304]
     assert _rounded_down(65_600) == _rounded_down(66_500)
