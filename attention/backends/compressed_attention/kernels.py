@@ -56,34 +56,12 @@ def attend(q, k, visible, scale_log2, row_max, row_sum, acc):
 
 @triton.jit
 def compressed_attention_kernel(
-    query,
-    local_cache,
-    compressed_cache,
-    block_table,
-    token_request,
-    query_start_loc,
-    seq_lens,
-    out,
-    scale_log2,
-    stride_query_token,
-    stride_query_head,
-    stride_out_token,
-    stride_out_head,
-    stride_local_block,
-    stride_local_row,
-    stride_compressed_block,
-    stride_compressed_row,
-    stride_table,
-    NUM_HEADS: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    PER_BLOCK: tl.constexpr,
-    WINDOW: tl.constexpr,
-    RATIO: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    query, local_cache, compressed_cache, block_table, token_request, query_start_loc, seq_lens, out, scale_log2,
+    stride_query_token, stride_query_head, stride_out_token, stride_out_head, stride_local_block, stride_local_row,
+    stride_compressed_block, stride_compressed_row, stride_table,
+    NUM_HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, PER_BLOCK: tl.constexpr,
+    WINDOW: tl.constexpr, RATIO: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """Program (token, heads): first the latents in the window, then the entries complete at the token's position."""
     token = tl.program_id(0)
     request = tl.load(token_request + token)

@@ -15,33 +15,13 @@ _TILE = 4096
 
 @triton.jit
 def compress_kernel(
-    kv,
-    score,
-    weight,
-    window_state,
-    compressed_cache,
-    block_table,
-    token_request,
-    query_start_loc,
-    seq_lens,
-    state_slots,
-    eps,
-    stride_kv,
-    stride_score,
-    stride_score_dim,
-    stride_state_slot,
-    stride_state_row,
-    stride_state_kind,
-    stride_cache_block,
-    stride_cache_row,
-    stride_table,
-    DIM: tl.constexpr,
-    RATIO: tl.constexpr,
-    NUM_STATES: tl.constexpr,
-    PER_BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
+    kv, score, weight, window_state, compressed_cache, block_table, token_request, query_start_loc, seq_lens,
+    state_slots, eps,
+    stride_kv, stride_score, stride_score_dim, stride_state_slot, stride_state_row, stride_state_kind,
+    stride_cache_block, stride_cache_row, stride_table,
+    DIM: tl.constexpr, RATIO: tl.constexpr, NUM_STATES: tl.constexpr, PER_BLOCK: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
-):
+):  # fmt: skip
     """Program (token): the entry whose window this token ends; other tokens leave."""
     token = tl.program_id(0)
     request = tl.load(token_request + token)

@@ -53,40 +53,13 @@ def find_request(request, query_start_loc, seq_lens, state_slots):
 
 @triton.jit
 def short_kernel(
-    query,
-    key,
-    value,
-    log_decay,
-    beta,
-    state,
-    out,
-    query_start_loc,
-    seq_lens,
-    state_slots,
-    scale,
-    stride_query_token,
-    stride_query_head,
-    stride_key_token,
-    stride_key_head,
-    stride_value_token,
-    stride_value_head,
-    stride_decay_token,
-    stride_decay_head,
-    stride_beta_token,
-    stride_beta_head,
-    stride_out_token,
-    stride_out_head,
-    stride_state_slot,
-    stride_state_entry,
-    stride_state_head,
-    stride_state_row,
-    NUM_STATES: tl.constexpr,
-    GROUP: tl.constexpr,
-    SIZE_K: tl.constexpr,
-    SIZE_V: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    query, key, value, log_decay, beta, state, out, query_start_loc, seq_lens, state_slots, scale,
+    stride_query_token, stride_query_head, stride_key_token, stride_key_head, stride_value_token, stride_value_head,
+    stride_decay_token, stride_decay_head, stride_beta_token, stride_beta_head, stride_out_token, stride_out_head,
+    stride_state_slot, stride_state_entry, stride_state_head, stride_state_row,
+    NUM_STATES: tl.constexpr, GROUP: tl.constexpr, SIZE_K: tl.constexpr, SIZE_V: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
-):
+):  # fmt: skip
     """Program (request, value head, block of value dimensions): at most NUM_STATES tokens, a state after each."""
     head = tl.program_id(1)
     first, end, position, slot = find_request(tl.program_id(0), query_start_loc, seq_lens, state_slots)
@@ -123,35 +96,17 @@ def short_kernel(
 
 @triton.jit
 def solve_kernel(
-    query,
-    key,
-    log_decay,
-    beta,
-    chunk_plan,
-    solved,
-    scores,
-    decays,
-    scale,
-    stride_query_token,
-    stride_query_head,
-    stride_key_token,
-    stride_key_head,
-    stride_decay_token,
-    stride_decay_head,
-    stride_beta_token,
-    stride_beta_head,
-    GROUP: tl.constexpr,
-    SIZE_K: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    CHUNK: tl.constexpr,
-    LEVELS: tl.constexpr,  # CHUNK == 2 ** LEVELS
+    query, key, log_decay, beta, chunk_plan, solved, scores, decays, scale,
+    stride_query_token, stride_query_head, stride_key_token, stride_key_head, stride_decay_token, stride_decay_head,
+    stride_beta_token, stride_beta_head,
+    GROUP: tl.constexpr, SIZE_K: tl.constexpr, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr, LEVELS: tl.constexpr,
     PRECISION: tl.constexpr,
-):
+):  # fmt: skip
     """Program (chunk, value head): what the chunk does to any state.
 
     solved, scores [chunk, head, CHUNK, CHUNK] fp32: (I + A)^-1 diag(beta) and P. decays [chunk, head, 2, CHUNK] fp32:
     from the chunk's start to each token, and from each token to the chunk's end. Rows past a short chunk's tokens are
-    tokens with k = q = 0, beta = 0 and no decay, which change nothing.
+    tokens with k = q = 0, beta = 0 and no decay, which change nothing. CHUNK is 2 ** LEVELS.
     """
     chunk, head = tl.program_id(0), tl.program_id(1)
     first = tl.load(chunk_plan + 2 * chunk)
@@ -191,40 +146,13 @@ def solve_kernel(
 
 @triton.jit
 def scan_kernel(
-    query,
-    key,
-    value,
-    state,
-    out,
-    solved,
-    scores,
-    decays,
-    request_plan,
-    query_start_loc,
-    seq_lens,
-    state_slots,
+    query, key, value, state, out, solved, scores, decays, request_plan, query_start_loc, seq_lens, state_slots,
     scale,
-    stride_query_token,
-    stride_query_head,
-    stride_key_token,
-    stride_key_head,
-    stride_value_token,
-    stride_value_head,
-    stride_out_token,
-    stride_out_head,
-    stride_state_slot,
-    stride_state_entry,
-    stride_state_head,
-    stride_state_row,
-    NUM_STATES: tl.constexpr,
-    GROUP: tl.constexpr,
-    SIZE_K: tl.constexpr,
-    SIZE_V: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    CHUNK: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    stride_query_token, stride_query_head, stride_key_token, stride_key_head, stride_value_token, stride_value_head,
+    stride_out_token, stride_out_head, stride_state_slot, stride_state_entry, stride_state_head, stride_state_row,
+    NUM_STATES: tl.constexpr, GROUP: tl.constexpr, SIZE_K: tl.constexpr, SIZE_V: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """Program (long request, value head, block of value dimensions): its chunks in order, then the last state."""
     head = tl.program_id(1)
     request = tl.load(request_plan + 2 * tl.program_id(0))

@@ -50,47 +50,16 @@ def log2_scores(q, k, qk_scale, soft_cap_log2, SOFT_CAP: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_reqs", "num_splits"])
 def attention_kernel(
-    query,
-    kv_cache,
-    out,
-    partial_out,
-    partial_lse,
-    arrivals,
-    query_start_loc,
-    seq_lens,
-    block_table,
-    num_reqs,
-    num_splits,
-    qk_scale,
-    soft_cap_log2,
-    stride_query_token,
-    stride_query_head,
-    stride_out_token,
-    stride_out_head,
-    stride_cache_block,
-    stride_cache_kv,
-    stride_cache_slot,
-    stride_cache_head,
-    stride_table,
-    NUM_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    WINDOW: tl.constexpr,  # 0: none
-    SOFT_CAP: tl.constexpr,
-    ONE_BLOCK: tl.constexpr,
-    UNIT: tl.constexpr,
-    SPLIT: tl.constexpr,
-    SPLIT_KEYS: tl.constexpr,
-    MERGE: tl.constexpr,
-    MERGE_ROWS: tl.constexpr,
-    MERGE_SPLITS: tl.constexpr,
+    query, kv_cache, out, partial_out, partial_lse, arrivals, query_start_loc, seq_lens, block_table, num_reqs,
+    num_splits, qk_scale, soft_cap_log2,
+    stride_query_token, stride_query_head, stride_out_token, stride_out_head, stride_cache_block, stride_cache_kv,
+    stride_cache_slot, stride_cache_head, stride_table,
+    NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, ONE_BLOCK: tl.constexpr, UNIT: tl.constexpr, SPLIT: tl.constexpr,
+    SPLIT_KEYS: tl.constexpr, MERGE: tl.constexpr, MERGE_ROWS: tl.constexpr, MERGE_SPLITS: tl.constexpr,
     OVERLAP: tl.constexpr,
-):
+):  # fmt: skip
     """Program (query block, KV head, split): BLOCK_Q tokens of one request, all query heads of one KV head.
 
     Row r of the tile is token r // GROUP, query head r % GROUP. qk_scale takes a raw score to log2 units, or
@@ -98,7 +67,7 @@ def attention_kernel(
     its share of the keys, and its normalised result goes to partial_out [token, head, split, HEAD_SIZE] fp32,
     with the log2 of the softmax's denominator in partial_lse [token, head, split] fp32. With MERGE, the last of a
     block's splits to arrive, as counted in arrivals [query block, KV head] int32, merges them; the counts are zero
-    before and after every launch. Where one split has all the keys, it writes `out` itself.
+    before and after every launch. Where one split has all the keys, it writes `out` itself. WINDOW 0: none.
     """
     # Later blocks of a prefill see more keys: the longest first, so that none runs on alone at the end.
     block = tl.num_programs(0) - 1 - tl.program_id(0)
