@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from attention.kernels.overlap import follow_predecessor
 
 
 @triton.jit
@@ -37,8 +38,7 @@ def one_row_kernel(
     rows = weight + columns[:, None].to(tl.int64) * depth + offsets[None, :]
     ahead = tl.load(rows, mask=real[:, None] & (offsets < depth)[None, :], other=0.0)
     if OVERLAP:
-        gdc_wait()
-        gdc_launch_dependents()
+        follow_predecessor()
     total = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     for start in range(0, depth, BLOCK_K):
         now = ahead
@@ -83,8 +83,7 @@ def few_rows_kernel(
     real_columns = columns[None, None, :] < num_columns
     ahead = tl.load(weight_tile, mask=real_columns & (k < depth)[:, :, None], other=0.0)
     if OVERLAP:
-        gdc_wait()
-        gdc_launch_dependents()
+        follow_predecessor()
     first = tl.load(x_tile, mask=real_rows & (k < depth)[:, None, :], other=0.0)
     total = tl.dot(first, ahead)
     for start in tl.range(SLICES * BLOCK_K, depth, SLICES * BLOCK_K, num_stages=STAGES):

@@ -37,6 +37,16 @@ def find_query_block(block, query_start_loc, num_reqs, BLOCK_Q: tl.constexpr, ON
 
 
 @triton.jit
+def rows_of_block(first, end, seq_len, kv_head, GROUP: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Token and query head of each row of a query block's tile, whether it is one of the block's, and its position."""
+    row = tl.arange(0, BLOCK_M)
+    token = first + row // GROUP
+    head = kv_head * GROUP + row % GROUP
+    real = (row < BLOCK_Q * GROUP) & (token < end)
+    return token, head, real, token + seq_len - end
+
+
+@triton.jit
 def visible_keys(first, end, seq_len, BLOCK_Q: tl.constexpr, WINDOW: tl.constexpr):
     """Keys that any row of a query block sees: [first_key, key_end)."""
     # Token t of a request is at position t + seq_len - end.
@@ -45,6 +55,16 @@ def visible_keys(first, end, seq_len, BLOCK_Q: tl.constexpr, WINDOW: tl.constexp
     if WINDOW > 0:
         first_key = tl.maximum(first + seq_len - end - WINDOW + 1, 0)
     return first_key, key_end
+
+
+@triton.jit
+def whole_tiles(first, end, seq_len, key_end, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr):
+    """Where tiles of BLOCK_N keys start that every row of a query block sees whole: in [whole_from, whole_until)."""
+    whole_from = 0
+    if WINDOW > 0:
+        whole_from = tl.cdiv(tl.maximum(key_end - WINDOW, 0), BLOCK_N) * BLOCK_N
+    whole_until = (first + seq_len - end + 1) // BLOCK_N * BLOCK_N
+    return whole_from, whole_until
 
 
 @triton.jit
