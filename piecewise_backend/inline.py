@@ -11,8 +11,11 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._pytree import tree_leaves
+
+from piecewise_backend.regions import settings_kept
 
 # What these add to calling their body (recomputing in a backward pass, compiling once) has no meaning here.
 _GROUPS = {"tag_activation_checkpoint": 1, "wrap_activation_checkpoint": 1, "wrap": 1, "invoke_subgraph": 2}
@@ -52,7 +55,7 @@ class _Inliner:
     def inline(self) -> fx.Graph:
         placeholders = [n for n in self.gm.graph.nodes if n.op == "placeholder"]
         copies: list[Any] = [self.graph.node_copy(node) for node in placeholders]
-        with torch.no_grad(), self.fake_mode:
+        with torch.no_grad(), settings_kept(), enable_python_dispatcher(), self.fake_mode:
             result = self._copy_body(self.gm, copies)
         self.graph.output(result)
         return self.graph

@@ -21,6 +21,8 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._pytree import tree_leaves
 
+from piecewise_backend.regions import find_regions, switches_of
+
 logger = logging.getLogger(__name__)
 
 _LINEAR = (torch.nn.functional.linear, torch._C._nn.linear)
@@ -76,20 +78,22 @@ def merge_linears(gm: fx.GraphModule, inputs: Sequence[Any]) -> tuple[fx.GraphMo
 def _find_groups(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[_Group]:
     placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
     place_of = {node: i for i, node in enumerate(placeholders)}
+    regions = find_regions(gm.graph).around
     alike: dict[Any, list[fx.Node]] = {}
     for node in gm.graph.nodes:
         if node.op == "call_function" and node.target in _LINEAR and not node.kwargs:
             x, weight, bias = (*node.args, None)[:3]
             if isinstance(x, fx.Node) and all(_is_parameter(p, place_of, inputs) for p in (weight, bias) if p):
                 tensor = inputs[place_of[weight]]
-                alike.setdefault((x, tensor.dtype, tensor.device, bias is None), []).append(node)
+                key = (x, regions.get(node, ()), tensor.dtype, tensor.device, bias is None)
+                alike.setdefault(key, []).append(node)
     return [
         _Group(
             tuple(nodes),
             tuple(place_of[n.args[1]] for n in nodes),
             None if without_bias else tuple(place_of[n.args[2]] for n in nodes),
         )
-        for (_, _, _, without_bias), nodes in alike.items()
+        for (*_, without_bias), nodes in alike.items()
         if len(nodes) > 1
     ]
 
@@ -169,9 +173,9 @@ def _find_examples_again(graph: fx.Graph) -> None:
     )
     fresh = fake_mode.shape_env.ignore_fresh_unbacked_symbols() if fake_mode.shape_env else contextlib.nullcontext()
     changed: set[fx.Node] = set()
-    with torch.no_grad(), enable_python_dispatcher(), fresh, fake_mode:
+    with torch.no_grad(), enable_python_dispatcher(), fresh, fake_mode, switches_of(graph) as switches:
         for node in graph.nodes:
-            if node.op not in ("call_function", "call_method"):
+            if node.op not in ("call_function", "call_method") or switches.run(node):
                 continue
             before = node.meta.get("example_value")
             is_new = node.target is torch.nn.functional.linear and "example_value" not in node.meta

@@ -159,6 +159,45 @@ class RegionWriter:
         return self._graph.node_copy(node, self._copy)
 
 
+class Switches:
+    """For who runs nodes of a graph one by one, in order, but not all of them: runs those that switch."""
+
+    def __init__(self, regions: Regions) -> None:
+        self._regions = regions
+        self._values: dict[fx.Node, Any] = {}
+        self._autocasts: list[Any] = []
+
+    def run(self, node: fx.Node) -> bool:
+        """Whether `node` does nothing but switch; if so, it has been run, but for a switch of grad, which has no
+        meaning here."""
+        if node not in self._regions.marks:
+            return False
+        if node.target not in _GRAD_MODES:
+            args, kwargs = fx.map_arg((node.args, node.kwargs), self._value)
+            self._values[node] = value = node.target(*args, **kwargs)  # type: ignore[operator]
+            if node.target is _ENTER_AUTOCAST:
+                self._autocasts.append(value)
+            elif node.target is _EXIT_AUTOCAST:
+                self._autocasts.remove(args[0])
+        return True
+
+    def _value(self, node: fx.Node) -> Any:
+        return self._values[node] if node in self._values else node.meta.get("example_value")
+
+    def close(self) -> None:
+        """Leave what is still open."""
+        while self._autocasts:
+            _EXIT_AUTOCAST(self._autocasts.pop())
+
+
+@contextlib.contextmanager
+def switches_of(graph: fx.Graph) -> Iterator[Switches]:
+    """Switches of `graph`; whatever runs inside, the settings are afterwards what they were."""
+    switches = Switches(find_regions(graph))
+    with settings_kept(), contextlib.closing(switches):
+        yield switches
+
+
 @contextlib.contextmanager
 def settings_kept() -> Iterator[None]:
     """Whatever runs inside, the settings are afterwards what they were."""

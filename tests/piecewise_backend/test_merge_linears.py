@@ -1,5 +1,8 @@
 """Linear layers of one input as one matrix product."""
 
+import contextlib
+
+import pytest
 import torch
 from torch import nn
 from torch.nn.functional import silu
@@ -87,3 +90,56 @@ def test_a_weight_that_two_layers_share_is_left_alone() -> None:
     bound = traced(model)
     assert num_products(bound) == 4
     assert_right(bound, model)
+
+
+class InRegions(Projections):
+    """`region` holds for the middle of it: projections before, inside and after read the same tensor."""
+
+    def __init__(self, region) -> None:
+        super().__init__()
+        self.region = region
+        self.w = nn.Linear(12, 8, bias=False)
+
+    def forward(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids) + positions[:, None]
+        q, k = self.q(x).view(-1, 2, 8), self.k(x).view(-1, 1, 8)
+        with self.region():
+            inner = torch.cat([self.w(x), self.v(x)], dim=1)
+            scores = (q * k).flatten(1).matmul(q.new_ones(16, 16))
+            joined = torch.cat([scores, inner], dim=1)
+            gate, up = self.gate(joined), self.up(joined)
+        return self.down((silu(gate) * up).float())
+
+
+def autocast():
+    return torch.autocast("cpu", dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("compiler", ["eager", "inductor"])
+@pytest.mark.parametrize("region", [contextlib.nullcontext, autocast, torch.inference_mode])
+def test_products_of_an_autocast_region_keep_its_dtype(compiler, region) -> None:
+    model = InRegions(region)
+    bound = traced(model, compiler=compiler)
+    inside = torch.bfloat16 if region is autocast else torch.float32
+    for count in (1, 5, 16):
+        (got,) = bound.run(count)
+        expected = model(torch.arange(count), torch.arange(count))
+        tolerance = 0.05 if inside is torch.bfloat16 else 1e-4
+        torch.testing.assert_close(got, expected, atol=tolerance, rtol=tolerance)
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_products_of_one_tensor_on_both_sides_of_a_region_stay_apart() -> None:
+    assert num_products(traced(InRegions(autocast))) == 4
+    assert num_products(traced(InRegions(contextlib.nullcontext))) == 3
+
+
+def test_an_example_that_cannot_be_found_again_leaves_no_autocast_region_open() -> None:
+    class Flat(Projections):
+        def forward(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+            with autocast():
+                return super().forward(ids, positions)
+
+    bound = traced(Flat(flat=True))
+    assert num_products(bound) == 6
+    assert not torch.is_autocast_enabled("cpu")
