@@ -77,7 +77,7 @@ class PieceCompiler:
         self.artifacts = ArtifactFolder(cache_dir / "pieces") if cache_dir is not None else None
         self.inductor_dir = cache_dir / "inductor" if cache_dir is not None else None
         self.reasons = reasons
-        self.kernels = KernelsAhead()
+        self.kernels = KernelsAhead(in_workers=compiler == "inductor")
         """Of what is compiled: to be waited for before anything runs."""
         self._environment: str | None = None
         self._done: dict[str, CompiledPiece] = {}
