@@ -51,12 +51,12 @@ def compile_here(job: Job) -> None:
 
     before = _variables()
     _set_variables(job.environment)
-    driver.set_active(_Target(GPUTarget(*job.target)))  # type: ignore[arg-type]
+    driver.set_active(_Target(GPUTarget(*job.target)))
     try:
         kernel = getattr(importlib.import_module(job.module), job.name)
         kernel.warmup(*job.arguments, grid=(1,), **job.constants)
     finally:
-        driver.set_active(None)  # type: ignore[arg-type]
+        driver.set_active(None)
         _set_variables(before)
 
 
