@@ -7,10 +7,13 @@ disk, and is not kept from its own work by a compiler that is Python in part.
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,10 +57,25 @@ def compile_here(job: Job) -> None:
     driver.set_active(_Target(GPUTarget(*job.target)))
     try:
         kernel = getattr(importlib.import_module(job.module), job.name)
-        kernel.warmup(*job.arguments, grid=(1,), **job.constants)
+        compiled = kernel.warmup(*job.arguments, grid=(1,), **job.constants)
+        if job.target[0] == "cuda":
+            _build_launcher(compiled)
     finally:
         driver.set_active(None)
         _set_variables(before)
+
+
+def _build_launcher(compiled: Any) -> None:
+    """Before 3.7, Triton calls a kernel through a module that a C compiler builds at the first launch. Have it built
+    now, where that is possible: else it is built then."""
+    from triton.backends.nvidia import driver
+
+    if not hasattr(driver, "make_launcher"):
+        return
+    try:
+        driver.CudaLauncher(compiled.src, compiled.metadata)
+    except Exception:
+        logger.debug("no launcher ahead", exc_info=True)
 
 
 class _Target:
