@@ -31,22 +31,13 @@ class Tile:
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """x [..., K] @ weight [N, K].T + bias [N] -> [..., N] contiguous; x and weight of one dtype, on a GPU."""
     rows = x.numel() // max(1, x.shape[-1])
-    tile = _tile(rows, x, weight, bias)
+    tile = choose_tile(rows, *weight.shape) if 0 < rows <= MAX_ROWS and _fits(x, weight, bias) else None
     if tile is None:
         return F.linear(x, weight, bias)
     out = x.new_empty(*x.shape[:-1], weight.shape[0])
     kernel, grid, arguments, constants = _launch(x.reshape(rows, -1).contiguous(), weight, bias, out, tile, x.device)
     kernel[grid](*arguments, **constants)
     return out
-
-
-def uses_library(rows: int, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
-    """Whether `linear` leaves a product of `rows` rows with an x of the weight's dtype to the library."""
-    return _tile(rows, weight, weight, bias) is None
-
-
-def _tile(rows: int, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> Tile | None:
-    return choose_tile(rows, *weight.shape) if 0 < rows <= MAX_ROWS and _fits(x, weight, bias) else None
 
 
 def launches_ahead(weight: torch.Tensor, bias: torch.Tensor | None, device: torch.device) -> list[Launch]:

@@ -45,11 +45,6 @@ class ResolvedCudagraphs:
     """Operators that belong into pieces, and break the graph because their metadata cannot be captured."""
     reasons: tuple[Reason, ...]
 
-    @property
-    def sizes(self) -> frozenset[int]:
-        """Tokens of every variant to capture."""
-        return frozenset((*self.mixed.sizes, *self.decode.sizes))
-
     def kind_of(self, descriptor: BatchDescriptor) -> BatchKind:
         """The kind of batch that a descriptor is for."""
         return self.mixed if descriptor.uniform_query_len is None else self.decode

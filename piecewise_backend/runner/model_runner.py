@@ -35,7 +35,6 @@ from piecewise_backend.runner.data_parallel import DataParallel, StepFacts
 from piecewise_backend.runner.kernels_ahead import launches_ahead
 from piecewise_backend.runner.model_state import GroupNotCapturable, ModelState
 from piecewise_backend.runner.newest_tokens import WithNewestTokens
-from piecewise_backend.runner.products_ahead import ProductsAhead
 from piecewise_backend.runner.results import check_result, checked_logits
 from piecewise_backend.runner.speculation import Speculator
 from piecewise_backend.runner.start_report import (
@@ -307,14 +306,15 @@ class ModelRunner:
         return dataclasses.replace(self.bound, program=followed(self.bound.program, self.compute_logits, "logits"))
 
     def _trace(self) -> BoundProgram:
-        splitting_ops = (*self.options.splitting_ops, *self.resolved.splitting_ops)
-        options = dataclasses.replace(self.options, splitting_ops=splitting_ops)
+        options = dataclasses.replace(
+            self.options,
+            splitting_ops=(*self.options.splitting_ops, *self.resolved.splitting_ops),
+        )
         num_tokens = max(2, self.config.max_num_tokens - 1)
         model = WithNewestTokens(self.model, self.buffers)
         buffers = (self.buffers.input_ids.gpu, self.buffers.positions.gpu)
         launches_of = functools.partial(launches_ahead, self.groups, self.state)
-        with ProductsAhead(self.resolved.sizes, self.device) as products:
-            bound = trace(model, buffers, num_tokens, options, launches_of, products)
+        bound = trace(model, buffers, num_tokens, options, launches_of)
         check_result(bound, type(self.model).__name__)
         return bound
 

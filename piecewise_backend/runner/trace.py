@@ -25,7 +25,6 @@ from piecewise_backend.merge_linears import Merged, merge_linears
 from piecewise_backend.observe import observers
 from piecewise_backend.program import Operands, Program
 from piecewise_backend.reporting.report import Report
-from piecewise_backend.runner.products_ahead import Place, ProductsAhead, find_products
 from piecewise_backend.runner.trace_cache import TraceCache, Traced
 
 
@@ -59,24 +58,23 @@ def trace(
     num_tokens: int,
     options: Options,
     launches_of: Callable[[Operands], Sequence[Launch]] | None = None,
-    products: ProductsAhead | None = None,
 ) -> BoundProgram:
     """Call `model` once on the first `num_tokens` rows of `buffers` and keep the program that came of it. A program
     that an earlier trace of the same model left on disk is taken instead, where nothing that it depended on differs.
 
     The first dimension of the buffers is the dynamic one. `num_tokens` should be near the largest that will occur and
     no other dimension's size: compiled code may assume upper bounds that hold for it, and sizes that are equal while
-    tracing may be taken for one. `launches_of`: see `compile_graph`. `products`: told of the program's linear layers
-    as soon as they are known. RuntimeError for a model that Dynamo cannot trace whole, naming the line.
+    tracing may be taken for one. `launches_of`: see `compile_graph`. RuntimeError for a model that Dynamo cannot trace
+    whole, naming the line.
     """
     views = [buffer[:num_tokens] for buffer in buffers]
     started = time.perf_counter()
     cache = TraceCache(model, views, options, globals()) if options.cache and options.compiler == "inductor" else None
     # Who looks on (a dump) wants to see the graphs, which a program on disk no longer has.
-    traced = cache.find(products) if cache is not None and not observers else None
+    traced = cache.find() if cache is not None and not observers else None
     source = "disk" if traced is not None else "traced"
     if traced is None:
-        traced = _trace_anew(model, views, num_tokens, options, cache, launches_of, products)
+        traced = _trace_anew(model, views, num_tokens, options, cache, launches_of)
     report = traced.report
     report.program_source, report.program_seconds = source, time.perf_counter() - started
     report.reasons.extend(cache.reasons if cache is not None else ())
@@ -102,10 +100,9 @@ def _trace_anew(
     options: Options,
     cache: TraceCache | None,
     launches_of: Callable[[Operands], Sequence[Launch]] | None,
-    products: ProductsAhead | None,
 ) -> Traced:
     """Trace and compile; `cache`, where given, looks on and keeps the program."""
-    caught: list[tuple[Program, Report, Sequence[int | Merged], tuple[Place, ...]]] = []
+    caught: list[tuple[Program, Report, Sequence[int | Merged]]] = []
     calls: list[tuple[Any, ...]] = []
 
     def backend(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -115,11 +112,8 @@ def _trace_anew(
         sources: Sequence[int | Merged] = range(len(example_inputs))
         if options.merge_linears:
             gm, sources = merge_linears(gm, example_inputs)
-        places = find_products(gm.graph)
-        if products is not None:
-            products.call(places, [s.tensor if isinstance(s, Merged) else example_inputs[s] for s in sources])
         program, report = compile_graph(gm, options, launches_of)
-        caught.append((program, report, sources, places))
+        caught.append((program, report, sources))
 
         def first_call(*args: Any) -> tuple[Any, ...]:
             """Nobody reads the results of the traced call, so nothing is computed."""
@@ -144,8 +138,8 @@ def _trace_anew(
     except (torch._dynamo.exc.Unsupported, torch._dynamo.exc.UserError) as error:
         raise RuntimeError(_graph_break_message(error)) from error
     assert len(caught) == 1, f"one trace must serve every size, got {len(caught)}"
-    (program, report, sources, places), (args,) = caught[0], calls
-    traced = Traced(program, report, args, places)
+    (program, report, sources), (args,) = caught[0], calls
+    traced = Traced(program, report, args)
     if cache is not None:
         cache.keep(traced, sources)
     return traced

@@ -32,7 +32,6 @@ from piecewise_backend.runner.description import Describer, Undescribable
 from piecewise_backend.runner.guard_record import Check, GuardRecord, first_failed
 from piecewise_backend.runner.model_text import are_separate, model_text
 from piecewise_backend.runner.places import NotRecordable, Places, Unreachable
-from piecewise_backend.runner.products_ahead import Place, ProductsAhead
 from piecewise_backend.runner.recipe import PieceMissing, read_recipe, write_recipe
 from piecewise_backend.runner.symbolic import NotPlain
 from piecewise_backend.runner.trace_key import may_be_kept, trace_key
@@ -52,8 +51,6 @@ class Traced:
     program: Program
     report: Report
     args: tuple[Any, ...]
-    products: tuple[Place, ...]
-    """Linear layers, by the places of their parameters in `args`."""
 
 
 class TraceCache:
@@ -90,18 +87,15 @@ class TraceCache:
 
     # Reading.
 
-    def find(self, products: ProductsAhead | None = None) -> Traced | None:
-        """The program of an earlier trace that this one would repeat; None, with a reason where there was a file.
-
-        `products`: see `trace`.
-        """
+    def find(self) -> Traced | None:
+        """The program of an earlier trace that this one would repeat; None, with a reason where there was a file."""
         stale: str | None = None
         for path in self._files():
             try:
                 recipe = _read(path)
                 stale = self._why_stale(recipe)
                 if stale is None:
-                    traced = self._rebuild(recipe, products)
+                    traced = self._rebuild(recipe)
                     with contextlib.suppress(OSError):  # a folder that is read only
                         os.utime(path)
                     return traced
@@ -127,20 +121,17 @@ class TraceCache:
         changed = changed_code(recipe["files"], recipe["operators"], self.describe)
         return changed or first_failed(checks, places, self.describe)
 
-    def _rebuild(self, recipe: Mapping[str, Any], products: ProductsAhead | None) -> Traced:
+    def _rebuild(self, recipe: Mapping[str, Any]) -> Traced:
         reasons = Reasons(on_fallback=self.options.on_fallback)
+        program, report = read_recipe(recipe, PieceCompiler.from_options(self.options, reasons), self.options.mode)
         places = Places(self.roots, recipe["places"])
-        # Merging changes the model, but into what a trace would make of it too, should the rest fail.
+        # Merging last: it changes the model.
         args = tuple(
             join([places.get(p) for p in source]) if isinstance(source, list) else places.get(source)
             for source in recipe["sources"]
         )
-        layers = tuple((weight, bias) for weight, bias in recipe["products"])
-        if products is not None:
-            products.call(layers, args)
-        program, report = read_recipe(recipe, PieceCompiler.from_options(self.options, reasons), self.options.mode)
         logger.info("%s: traced program read from disk", report.name)
-        return Traced(program, report, args, layers)
+        return Traced(program, report, args)
 
     def _unreadable(self, path: Path, error: Exception) -> None:
         hint = f"nothing to do, if it does not come again; {self.folder} may be deleted at any time"
@@ -195,7 +186,6 @@ class TraceCache:
         return {
             **write_recipe(traced.program, traced.report),
             "sources": numbers,
-            "products": traced.products,
             "files": files,
             "operators": self.operators,
             "checks": [dataclasses.astuple(check) for check in self.record.checks],

@@ -1,15 +1,10 @@
 """The runner on real CUDA graphs, against a dense computation without cache."""
 
-import threading
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 
 from piecewise_backend.reasons import ReasonCode
 from piecewise_backend.runner import Engine
-from piecewise_backend.runner.products_ahead import call_products
 from tests.tiny import VOCAB, TinyDecoder, make_runner, oracle_logits, serve_at_random, work
 
 pytestmark = pytest.mark.gpu
@@ -54,32 +49,6 @@ def test_no_kernel_of_attention_is_compiled_after_the_start(mode: str, monkeypat
         runner.execute([work("a", list(range(length)), 0, list(range(8)))])
         runner.execute([work("a", [3], length, list(range(8)))])
     assert not compiled
-
-
-@pytest.mark.parametrize("source", ["traced", "disk"])
-def test_the_librarys_products_are_called_by_a_thread_before_anything_is_recorded(
-    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told: list[tuple[str, int]] = []
-
-    def call(products: Any, sizes: Any) -> int:
-        count = call_products(products, sizes)
-        told.append((threading.current_thread().name, count))
-        return count
-
-    monkeypatch.setattr("piecewise_backend.runner.products_ahead.call_products", call)
-    settings = {"capture_sizes": [8, 40], "max_num_tokens": 64, "cache": True, "cache_dir": tmp_path}
-    if source == "disk":
-        make_cuda_runner("FULL_AND_PIECEWISE", TinyDecoder(), **settings)
-        told.clear()
-    model = TinyDecoder()
-    runner = make_cuda_runner("FULL_AND_PIECEWISE", model, **settings)
-    assert runner.report.program_source == source
-    ((thread, count),) = told
-    assert thread == "mrv2 products"
-    assert count >= 2 * len({tuple(p.shape) for p in model.layers.parameters()})
-    logits = runner.execute([work("a", [1, 2, 3, 4, 5], 0, [3])])
-    torch.testing.assert_close(logits[0], oracle_logits(model, [1, 2, 3, 4, 5])[-1], atol=1e-3, rtol=1e-3)
 
 
 @pytest.mark.alone
