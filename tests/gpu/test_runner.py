@@ -5,6 +5,8 @@ import torch
 
 from piecewise_backend.reasons import ReasonCode
 from piecewise_backend.runner import Engine
+from tests.piecewise_backend.runner.test_autocast import AutocastDecoder
+from tests.piecewise_backend.runner.test_autocast import check as check_autocast
 from tests.tiny import VOCAB, TinyDecoder, make_runner, oracle_logits, serve_at_random, work
 
 pytestmark = pytest.mark.gpu
@@ -26,6 +28,16 @@ def test_prefill_chunks_and_decode_mixed_in_one_step_give_the_dense_logits(mode:
     logits = runner.execute([work("a", first[5:], 5, [3, 1]), work("b", second, 0, [7]), work("c", third, 0, [0, 9])])
     expected = torch.stack([oracle_logits(model, t)[-1] for t in (first, second, third)])
     torch.testing.assert_close(logits, expected, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("mode", ["NONE", "FULL_AND_PIECEWISE"])
+def test_logits_of_a_model_under_autocast(mode: str, backend: str) -> None:
+    model = AutocastDecoder()
+    runner = make_runner(
+        mode, model=model, device="cuda", recorder="cuda", compiler="inductor", attention_backend=backend
+    )
+    check_autocast(runner, model)
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
 from torch.nn.functional import linear, silu
 
 from attention.layers import Attention
+from piecewise_backend.runner import ModelRunner
 from tests.tiny import make_runner, work
 
 HEADS, SIZE, VOCAB = 2, 16, 50
@@ -41,24 +40,30 @@ def expected(model: AutocastDecoder, token_ids: list[int]) -> torch.Tensor:
     def project(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
         return linear(x.bfloat16(), layer.weight.bfloat16(), layer.bias.bfloat16())
 
-    x = model.embed(torch.tensor(token_ids))
+    device = model.embed.weight.device
+    x = model.embed(torch.tensor(token_ids, device=device))
     q, k, v = (project(m, x).view(-1, HEADS, SIZE).transpose(0, 1).float() for m in (model.q, model.k, model.v))
-    mask = torch.ones(len(token_ids), len(token_ids), dtype=torch.bool).tril()
+    mask = torch.ones(len(token_ids), len(token_ids), dtype=torch.bool, device=device).tril()
     weights = (q @ k.transpose(1, 2) / SIZE**0.5).masked_fill(~mask, float("-inf")).softmax(-1)
     x = x + (weights @ v).transpose(0, 1).reshape(len(token_ids), -1).bfloat16()
     hidden = silu(project(model.gate, x)) * project(model.up, x)
     return project(model.down, hidden)[-1].float()
 
 
+def check(runner: ModelRunner, model: AutocastDecoder) -> None:
+    """Prefill of several lengths, and a decode step."""
+
+    def assert_right(got: torch.Tensor, ids: list[int]) -> None:
+        torch.testing.assert_close(got[0], expected(model, ids), atol=0.02, rtol=0.02)
+
+    for ids in ([1, 2, 3], [4], list(range(9))):
+        assert_right(runner.execute([work("a", ids, 0, [1])]), ids)
+    runner.execute([work("a", [5, 6], 0, [1])])
+    assert_right(runner.execute([work("a", [7], 2, [1], is_decode=True)]), [5, 6, 7])
+
+
 @pytest.mark.parametrize("merge", [True, False])
 @pytest.mark.parametrize(("mode", "compiler"), [("NONE", "inductor"), ("PIECEWISE", "inductor"), ("FULL", "eager")])
 def test_logits_of_a_model_under_autocast(mode: str, compiler: str, merge: bool) -> None:
     model = AutocastDecoder()
-    runner = make_runner(mode, model=model, compiler=compiler, merge_linears=merge, capture_sizes=[4])
-    settings: dict[str, Any] = {"atol": 0.02, "rtol": 0.02}
-    for ids in ([1, 2, 3], [4], list(range(9))):
-        got = runner.execute([work("a", ids, 0, [1])])
-        torch.testing.assert_close(got[0], expected(model, ids), **settings)
-    runner.execute([work("a", [5, 6], 0, [1])])
-    got = runner.execute([work("a", [7], 2, [1], is_decode=True)])
-    torch.testing.assert_close(got[0], expected(model, [5, 6, 7]), **settings)
+    check(make_runner(mode, model=model, compiler=compiler, merge_linears=merge, capture_sizes=[4]), model)
