@@ -22,6 +22,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._pytree import tree_leaves
 
 from piecewise_backend.regions import find_regions, switches_of
+from piecewise_backend.writes import may_write
 
 logger = logging.getLogger(__name__)
 
@@ -93,9 +94,25 @@ def _find_groups(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[_Group]:
             tuple(place_of[n.args[1]] for n in nodes),
             None if without_bias else tuple(place_of[n.args[2]] for n in nodes),
         )
-        for (*_, without_bias), nodes in alike.items()
+        for (*_, without_bias), alike_nodes in alike.items()
+        for nodes in _between_writes(alike_nodes)
         if len(nodes) > 1
     ]
+
+
+def _between_writes(nodes: Sequence[fx.Node]) -> list[list[fx.Node]]:
+    """Linear nodes of one input, in order, in lists between which something writes to it."""
+    parts: list[list[fx.Node]] = [[]]
+    node, x = nodes[0], nodes[0].args[0]
+    assert isinstance(x, fx.Node)
+    while node is not nodes[-1]:
+        if node in nodes:
+            parts[-1].append(node)
+        elif parts[-1] and may_write(node, x):
+            parts.append([])
+        node = node.next
+    parts[-1].append(node)
+    return parts
 
 
 def _is_parameter(node: Any, place_of: dict[fx.Node, int], inputs: Sequence[Any]) -> bool:

@@ -24,6 +24,7 @@ LAYER = {
     "regions": 1,
     "inline": 1,
     "merge_linears": 1,
+    "writes": 1,
     "dynamic": 1,
     "environment": 1,
     "source_lines": 1,

@@ -143,3 +143,41 @@ def test_an_example_that_cannot_be_found_again_leaves_no_autocast_region_open() 
     bound = traced(Flat(flat=True))
     assert num_products(bound) == 6
     assert not torch.is_autocast_enabled("cpu")
+
+
+WRITES = {
+    "nothing": lambda x, q: None,
+    "a method": lambda x, q: x.mul_(2),
+    "an item": lambda x, q: x.__setitem__((slice(None), slice(0, 3)), 0.0),
+    "an output": lambda x, q: torch.add(x, 1, out=x),
+    "a flag": lambda x, q: torch.nn.functional.relu(x, True),
+    "a view": lambda x, q: x.view(-1)[1::2].zero_(),
+    "a part": lambda x, q: q.mul_(2),
+    "its shape": lambda x, q: x.unsqueeze_(0).squeeze_(0),
+}
+
+
+class Written(Projections):
+    """Its input is written between the projections that read it."""
+
+    def __init__(self, write) -> None:
+        super().__init__()
+        self.write = write
+
+    def forward(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids) + positions[:, None]
+        q = self.q(x)
+        self.write(x, q)
+        k, v = self.k(x), self.v(x)
+        joined = torch.cat([q, k, v], dim=1)
+        return self.down(silu(self.gate(joined)) * self.up(joined))
+
+
+@pytest.mark.parametrize("compiler", ["eager", "inductor"])
+@pytest.mark.parametrize("name", WRITES)
+def test_products_of_a_tensor_that_is_written_in_between_stay_apart(name: str, compiler: str) -> None:
+    model = Written(WRITES[name])
+    bound = traced(model, compiler=compiler)
+    assert_right(bound, model)
+    if compiler == "eager":
+        assert num_products(bound) == (3 if name in ("nothing", "a part") else 4)
