@@ -22,7 +22,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._pytree import tree_leaves
 
 from piecewise_backend.regions import find_regions, switches_of
-from piecewise_backend.writes import may_write
+from piecewise_backend.writes import may_write, share_memory
 
 logger = logging.getLogger(__name__)
 
@@ -200,8 +200,13 @@ def _find_examples_again(graph: fx.Graph) -> None:
                 continue
             if isinstance(node.target, torch._ops.HigherOrderOperator) or free_unbacked_symbols(before):
                 continue
-            node.meta["example_value"] = _run_on_examples(node)
-            if is_new or _layouts(before) != _layouts(node.meta["example_value"]):
+            example = _run_on_examples(node)
+            # A view of what has a new example is of new memory, however it is laid out. Else, alike, the old example
+            # stays: nodes that are not run again may be views of it.
+            read = [n.meta["example_value"] for n in changed.intersection(node.all_input_nodes)]
+            of_changed = share_memory(example, read)
+            if is_new or of_changed or _layouts(before) != _layouts(example):
+                node.meta["example_value"] = example
                 changed.add(node)
 
 

@@ -1,5 +1,5 @@
-"""Whether a node of a Python-level graph writes to memory: found by running it on fake tensors, since its name and its
-arguments do not say (`relu(x, True)`, `add(x, y, out=z)`, a method of a view).
+"""Which memory values of a Python-level graph share, and whether a node writes to it: that is found by running it on
+fake tensors, since its name and its arguments do not say (`relu(x, True)`, `add(x, y, out=z)`, a method of a view).
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from piecewise_backend.cudagraph.checks import written_arguments
 def may_write(node: fx.Node, value: fx.Node) -> bool:
     """Whether `node` writes to the memory of tensor `value`, by whatever view of it; True where that cannot be found
     out. Both carry the examples that Dynamo gave them."""
-    memory = _memory(value.meta.get("example_value"))
-    if node.op not in ("call_function", "call_method") or not any(_reads(n, memory) for n in node.all_input_nodes):
+    example = value.meta.get("example_value")
+    inputs = [n.meta.get("example_value") for n in node.all_input_nodes]
+    if node.op not in ("call_function", "call_method") or not share_memory(inputs, example):
         return False
     if isinstance(node.target, torch._ops.HigherOrderOperator):
         return True
@@ -34,7 +35,12 @@ def may_write(node: fx.Node, value: fx.Node) -> bool:
                 node.target(*args, **kwargs)  # type: ignore[operator]
     except Exception:  # no operator that runs on examples alone
         return True
-    return memory in watcher.written
+    return _memory(example) in watcher.written
+
+
+def share_memory(value: Any, other: Any) -> bool:
+    """Whether a tensor among the leaves of `value` has memory in common with one of `other`."""
+    return not _memories(value).isdisjoint(_memories(other))
 
 
 class _Watcher(TorchDispatchMode):
@@ -49,8 +55,8 @@ class _Watcher(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _reads(node: fx.Node, memory: int | None) -> bool:
-    return any(_memory(leaf) == memory for leaf in tree_leaves(node.meta.get("example_value")))
+def _memories(value: Any) -> set[int]:
+    return {memory for leaf in tree_leaves(value) if (memory := _memory(leaf)) is not None}
 
 
 def _memory(value: Any) -> int | None:
