@@ -35,6 +35,7 @@ from piecewise_backend.runner.data_parallel import DataParallel, StepFacts
 from piecewise_backend.runner.kernels_ahead import launches_ahead
 from piecewise_backend.runner.model_state import GroupNotCapturable, ModelState
 from piecewise_backend.runner.newest_tokens import WithNewestTokens
+from piecewise_backend.runner.own_state import OwnState
 from piecewise_backend.runner.results import check_result, checked_logits
 from piecewise_backend.runner.speculation import Speculator
 from piecewise_backend.runner.start_report import (
@@ -114,12 +115,12 @@ class ModelRunner:
         self._bind_caches()
         passed_over = self._init_attn_backend()
         refused: list[Reason] = []
+        own_state = OwnState(self.layers.values(), self.buffers)
         while True:
             self.resolved = self._resolve()
-            self.bound = self._trace()
+            self.bound = own_state.keep(self._trace())
             self.report = self.bound.report
-            before = (*refused, *passed_over)
-            report_start(self.report, type(self.model).__name__, self.resolved, self.groups, before)
+            report_start(self.report, type(self.model).__name__, self.resolved, self.groups, (*refused, *passed_over))
             self.manager = CudaGraphManager(choose_recorder(self.options, self.device, self.report), self.report)
             try:
                 descriptors = self.resolved.descriptors(self.config.max_num_reqs)
@@ -134,6 +135,7 @@ class ModelRunner:
         if self.speculator is not None:
             self.speculator.start(self)  # resolves groups and modes of its own, for the blocks settled here
             self.report.speculation = self.speculator.report
+        own_state.restore()
         tell(lambda observer: observer.started(self.report))
         trace_resolution(self.report)
 
@@ -256,10 +258,8 @@ class ModelRunner:
     # Start-up's parts.
 
     def _bind_caches(self) -> None:
-        config = self.config
-        caches = allocate_caches(
-            self.specs, num_blocks=self.num_blocks, num_slots=config.max_num_reqs, device=self.device
-        )
+        slots = self.config.max_num_reqs
+        caches = allocate_caches(self.specs, num_blocks=self.num_blocks, num_slots=slots, device=self.device)
         for name, layer in self.layers.items():
             layer.bind(name, self.buffers.for_layers() | caches[name])
 

@@ -20,7 +20,8 @@ def check_result(bound: BoundProgram, model: str) -> None:
     raise ValueError(
         f"{model}.forward must return one tensor [T, H], a row for each of the T tokens, got {len(fakes)} values: "
         f"{', '.join(shapes) or 'none'} (s.. stands for T); wrap the model in a module that returns the hidden states "
-        "alone"
+        "alone. A tensor that forward assigns to an attribute or keeps in a list counts as a value: write to a buffer "
+        "in place instead"
     )
 
 

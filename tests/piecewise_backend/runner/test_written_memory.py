@@ -111,3 +111,41 @@ def test_logits_of_a_model_that_writes_in_place(model_class, mode: str, compiler
             got = runner.execute([work("a", prompt, 0, blocks)])[0]
             torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
         assert not runner.report.reasons.codes(), [str(reason) for reason, _ in runner.report.reasons]
+
+
+class Counter(Decoder):
+    """Adds the number of its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(1))
+
+    def run(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        self.calls.add_(1)
+        return self.attend(self.embed(ids)) + self.calls
+
+
+@pytest.mark.parametrize(("mode", "compiler"), [("NONE", "inductor"), ("PIECEWISE", "inductor"), ("FULL", "eager")])
+def test_a_start_leaves_what_the_model_writes_as_it_was(mode: str, compiler: str, monkeypatch) -> None:
+    prompt, model = [11, 2, 33, 4], Counter()
+    model.calls.fill_(5)
+    runner = make_runner(mode, model=model, compiler=compiler, capture_sizes=[4, 8])
+    assert model.calls.item() == 5
+    got = [runner.execute([work("a", prompt, 0, [1])])[0].clone() for _ in range(3)]
+    assert model.calls.item() == 8
+    plain = Counter()
+    plain.calls.fill_(5)
+    monkeypatch.setattr(Attention, "forward", dense_attention)
+    with torch.no_grad():
+        expected = [plain(torch.tensor(prompt), torch.arange(len(prompt)))[-1] for _ in range(3)]
+    torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_a_tensor_that_forward_assigns_is_named_as_one_value_too_many() -> None:
+    class Assigns(Counter):
+        def run(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+            self.calls = self.calls + 1
+            return self.attend(self.embed(ids)) + self.calls
+
+    with pytest.raises(ValueError, match=r"got 2 values.*assigns to an attribute"):
+        make_runner("NONE", model=Assigns())
