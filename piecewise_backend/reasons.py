@@ -32,6 +32,8 @@ class ReasonCode(enum.StrEnum):
     """A traced program on disk does not fit the model as it is now; the model was traced again."""
     PROGRAM_NOT_KEPT = "program_not_kept"
     """A traced program cannot be kept on disk, so each start traces the model again."""
+    STATE_FIXED = "state_fixed"
+    """A model's forward changes a number or flag among its attributes; all steps see the value that the trace saw."""
     PIECE_NOT_CAPTURABLE = "piece_not_capturable"
     """A piece holds an operator that no graph can record; it runs between graphs."""
     GRAPH_BREAK = "graph_break"

@@ -25,6 +25,7 @@ from piecewise_backend.merge_linears import Merged, merge_linears
 from piecewise_backend.observe import observers
 from piecewise_backend.program import Operands, Program
 from piecewise_backend.reporting.report import Report
+from piecewise_backend.runner.plain_state import fixed_state, plain_state
 from piecewise_backend.runner.trace_cache import TraceCache, Traced
 
 
@@ -126,6 +127,7 @@ def _trace_anew(
     for view in views:
         torch._dynamo.mark_dynamic(view, 0)
     start_compile_workers(options.compiler, views[0].device)
+    state = plain_state(model)
     guard_filter = torch.compiler.skip_all_guards_unsafe if cache is None else cache.guard_filter
     compiled = torch.compile(
         _caller_of(model), backend=backend, fullgraph=True, options={"guard_filter_fn": guard_filter}
@@ -139,6 +141,7 @@ def _trace_anew(
         raise RuntimeError(_graph_break_message(error)) from error
     assert len(caught) == 1, f"one trace must serve every size, got {len(caught)}"
     (program, report, sources), (args,) = caught[0], calls
+    report.reasons.extend(fixed_state(state, model))
     traced = Traced(program, report, args)
     if cache is not None:
         cache.keep(traced, sources)

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from attention.layers import Attention
+from piecewise_backend.reasons import FallbackError, ReasonCode
 from tests.tiny import make_runner, work
 
 HEADS, SIZE, VOCAB = 2, 16, 50
@@ -149,3 +150,32 @@ def test_a_tensor_that_forward_assigns_is_named_as_one_value_too_many() -> None:
 
     with pytest.raises(ValueError, match=r"got 2 values.*assigns to an attribute"):
         make_runner("NONE", model=Assigns())
+
+
+class Steps(Decoder):
+    """Multiplies by the number of its calls, which it keeps as a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.name, self.lazy = 0, "steps", None
+
+    def run(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.lazy is None:  # what is made once and stays is no state
+            self.lazy = 2
+        return self.attend(self.embed(ids)) * self.calls * self.lazy
+
+
+@pytest.mark.parametrize("cache", [False, True])
+def test_a_number_that_forward_changes_is_reported_as_fixed(cache: bool, tmp_path) -> None:
+    for _ in range(2):  # a program that depends on it is not read from disk either
+        runner = make_runner("FULL", model=Steps(), compiler="inductor", cache=cache, cache_dir=tmp_path)
+        fixed = [str(r) for r, _ in runner.report.reasons if r.code is ReasonCode.STATE_FIXED]
+        assert len(fixed) == 1
+        assert "calls: forward changed it from 0 to 1" in fixed[0]
+    assert ReasonCode.STATE_FIXED not in make_runner("FULL", model=Counter()).report.reasons.codes()
+
+
+def test_a_number_that_forward_changes_can_be_an_error() -> None:
+    with pytest.raises(FallbackError, match="calls: forward changed it"):
+        make_runner("FULL", model=Steps(), on_fallback="error")
