@@ -1,5 +1,5 @@
-"""Numbers, flags and strings that a model keeps as attributes: a trace takes them for constants, so a forward that changes
-one is seen to do so only once."""
+"""Numbers, flags and strings that a model keeps as attributes: a trace takes them for constants, so a forward that
+changes one is seen to do so only once."""
 
 from __future__ import annotations
 
