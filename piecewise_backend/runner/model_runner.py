@@ -113,29 +113,27 @@ class ModelRunner:
         """Everything before the first step, in the order in which each part needs the one before it."""
         prepare_compiler(self.options.compiler, self.device)
         self._bind_caches()
-        passed_over = self._init_attn_backend()
-        refused: list[Reason] = []
-        own_state = OwnState(self.layers.values(), self.buffers)
-        while True:
-            self.resolved = self._resolve()
-            self.bound = own_state.keep(self._trace())
-            self.report = self.bound.report
-            report_start(self.report, type(self.model).__name__, self.resolved, self.groups, (*refused, *passed_over))
-            self.manager = CudaGraphManager(choose_recorder(self.options, self.device, self.report), self.report)
-            try:
-                descriptors = self.resolved.descriptors(self.config.max_num_reqs)
-                self.manager.capture(descriptors, self.create_forward_fn, self.options.graph_memory_budget)
-                break
-            except GroupNotCapturable as refusal:
-                refused.append(self._lower_support(refusal))
-        if self.manager.recorder is None:
-            self.report.mode_resolved = CUDAGraphMode.NONE.name
-        if self.data_parallel is not None:
-            self.manager.keep_only(self.data_parallel.agree_on_start(self.config, set(self.manager.captured)))
-        if self.speculator is not None:
-            self.speculator.start(self)  # resolves groups and modes of its own, for the blocks settled here
-            self.report.speculation = self.speculator.report
-        own_state.restore()
+        reasons = self._init_attn_backend()
+        with OwnState(self.layers.values(), self.buffers) as own_state:
+            while True:
+                self.resolved = self._resolve()
+                self.bound = own_state.keep(self._trace())
+                self.report = self.bound.report
+                report_start(self.report, type(self.model).__name__, self.resolved, self.groups, reasons)
+                self.manager = CudaGraphManager(choose_recorder(self.options, self.device, self.report), self.report)
+                try:
+                    descriptors = self.resolved.descriptors(self.config.max_num_reqs)
+                    self.manager.capture(descriptors, self.create_forward_fn, self.options.graph_memory_budget)
+                    break
+                except GroupNotCapturable as refusal:
+                    reasons = [self._lower_support(refusal), *reasons]
+            if self.manager.recorder is None:
+                self.report.mode_resolved = CUDAGraphMode.NONE.name
+            if self.data_parallel is not None:
+                self.manager.keep_only(self.data_parallel.agree_on_start(self.config, set(self.manager.captured)))
+            if self.speculator is not None:
+                self.speculator.start(self)  # resolves groups and modes of its own, for the blocks settled here
+                self.report.speculation = self.speculator.report
         tell(lambda observer: observer.started(self.report))
         trace_resolution(self.report)
 

@@ -13,7 +13,7 @@ from piecewise_backend.runner.trace import BoundProgram
 
 
 class OwnState:
-    """`keep` before a program is run on made-up inputs, `restore` when that is over."""
+    """`keep` before a program is run on made-up inputs; what was kept is written back at the end of the `with`."""
 
     def __init__(self, layers: Iterable[CachedLayer], buffers: InputBuffers) -> None:
         """Caches of `layers` and the runner's `buffers` are no state of the model's own."""
@@ -32,9 +32,11 @@ class OwnState:
     def _is_own(self, value: torch.Tensor) -> bool:
         return id(value) not in self._kept and value.untyped_storage().data_ptr() not in self._others
 
+    def __enter__(self) -> OwnState:
+        return self
+
     @torch.no_grad()
-    def restore(self) -> None:
-        """Write the copies back, in place."""
+    def __exit__(self, *_: object) -> None:
         for value, copy in self._kept.values():
             value.copy_(copy)
         self._kept.clear()
