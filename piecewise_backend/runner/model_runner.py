@@ -113,20 +113,21 @@ class ModelRunner:
         """Everything before the first step, in the order in which each part needs the one before it."""
         prepare_compiler(self.options.compiler, self.device)
         self._bind_caches()
-        reasons = self._init_attn_backend()
+        passed_over, refused = self._init_attn_backend(), list[Reason]()
         with OwnState(self.layers.values(), self.buffers) as own_state:
             while True:
                 self.resolved = self._resolve()
                 self.bound = own_state.keep(self._trace())
                 self.report = self.bound.report
-                report_start(self.report, type(self.model).__name__, self.resolved, self.groups, reasons)
+                before = (*refused, *passed_over)
+                report_start(self.report, type(self.model).__name__, self.resolved, self.groups, before)
                 self.manager = CudaGraphManager(choose_recorder(self.options, self.device, self.report), self.report)
                 try:
                     descriptors = self.resolved.descriptors(self.config.max_num_reqs)
                     self.manager.capture(descriptors, self.create_forward_fn, self.options.graph_memory_budget)
                     break
                 except GroupNotCapturable as refusal:
-                    reasons = [self._lower_support(refusal), *reasons]
+                    refused.append(self._lower_support(refusal))
             if self.manager.recorder is None:
                 self.report.mode_resolved = CUDAGraphMode.NONE.name
             if self.data_parallel is not None:
