@@ -61,8 +61,9 @@ class ModelRunner:
     model: `forward(input_ids [T] int64, positions [T] int64)` returns hidden states [T, H] and `compute_logits(hidden
     [R, H])` logits [R, V]; without `compute_logits`, forward's result are the logits. Only the layers look at other
     rows: besides them, each row of a result must come of the same row of the inputs, since rows of padding hold
-    anything. Weights may be changed in place; tensors put in their place after `start` are not seen. Call `start` once,
-    then `execute` for each step.
+    anything. Buffers that it writes to in place keep what it writes; `start` leaves them as they were. Weights may be
+    changed in place; tensors put in their place after `start` are not seen. Call `start` once, then `execute` for each
+    step.
     """
 
     groups: list[AttentionGroup]
