@@ -63,7 +63,7 @@ def check(runner: ModelRunner, model: AutocastDecoder) -> None:
 
 
 @pytest.mark.parametrize("merge", [True, False])
-@pytest.mark.parametrize(("mode", "compiler"), [("NONE", "inductor"), ("PIECEWISE", "inductor"), ("FULL", "eager")])
+@pytest.mark.parametrize(("mode", "compiler"), [("PIECEWISE", "inductor"), ("FULL", "eager")])
 def test_logits_of_a_model_under_autocast(mode: str, compiler: str, merge: bool) -> None:
     model = AutocastDecoder()
     check(make_runner(mode, model=model, compiler=compiler, merge_linears=merge, capture_sizes=[4]), model)
