@@ -7,7 +7,6 @@ import dataclasses
 import hashlib
 import logging
 import os
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -21,6 +20,7 @@ from torch import fx
 from attention.kernels.ahead import KernelsAhead
 from piecewise_backend.artifacts import ArtifactFolder, ArtifactUnreadable
 from piecewise_backend.breakpoints import target_names
+from piecewise_backend.compiler_start import wait_until_prepared
 from piecewise_backend.config import Options
 from piecewise_backend.environment import environment_text
 from piecewise_backend.lowering import LOWERINGS, launches_ahead, lowered_for_gpu
@@ -161,6 +161,7 @@ class PieceCompiler:
         known = known_of_sizes(sizes)
         lowered = lowered_for_gpu(module, self.compiler_options)
         self.kernels.compile(launches_ahead(lowered))
+        wait_until_prepared()
         try:
             artifact = torch._inductor.standalone_compile(
                 lowered,
@@ -200,6 +201,7 @@ class PieceCompiler:
             try:
                 if not _guards_hold(entry.guards, sizes):
                     return None
+                wait_until_prepared()
                 run = torch._inductor.CompiledArtifact.load(path=str(path), format="binary")
             except Exception as error:
                 raise ArtifactUnreadable(f"torch cannot load it: {type(error).__name__}: {error}") from error
@@ -229,25 +231,6 @@ def fast_options() -> dict[str, Any]:
     known = inductor_config.get_config_copy()
     has_pdl = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
     return {k: v for k, v in _FAST.items() if k in known and (has_pdl or k != "triton.enable_pdl")}
-
-
-def prepare_compiler(compiler: str, device: torch.device) -> None:
-    """Have a thread find out what Inductor asks of Triton once in a process: a digest of its files, and a module that
-    it builds with a C compiler. Both are waits for the disk and another process."""
-    if compiler == "inductor" and device.type == "cuda":
-        from torch.utils._triton import triton_hash_with_backend
-
-        threading.Thread(target=triton_hash_with_backend, name="mrv2 compiler", daemon=True).start()
-
-
-def start_compile_workers(compiler: str, device: torch.device) -> None:
-    """Have Inductor's processes for compiling kernels start now, in the background: they take seconds to come up, and
-    until they are there kernels are compiled one after another."""
-    if compiler == "inductor" and device.type == "cuda":
-        from torch._inductor import async_compile
-
-        if hasattr(async_compile, "maybe_warm_pool"):
-            async_compile.maybe_warm_pool()
 
 
 def check_compiler_options(options: Mapping[str, Any]) -> None:

@@ -32,6 +32,7 @@ LAYER = {
     "artifacts": 1,
     "lowering": 1,
     "compile": 1,
+    "compiler_start": 1,
     "piece_code": 1,
     "facts": 1,
     "cudagraph": 1,

@@ -288,12 +288,13 @@ def _narrowed_call(step: Step, kept: list[Any], results: tuple[Any, ...], padded
 
 @contextlib.contextmanager
 def capture_session(recorder: GraphRecorder) -> Iterator[None]:
-    """Surrounds all captures of a program: the garbage collector is frozen once, not once per graph.
+    """Surrounds all captures of a program: the garbage collector rests, and what exists now is frozen.
 
-    A collection in the middle of a recording could free device memory, which a CUDA capture does not allow.
+    A collection in the middle of a recording could free device memory, which a CUDA capture does not allow: neither
+    may one start by itself, nor may one that an operator asks for find anything. What is garbage already is not looked
+    for, which would take a third of a second in a process with a model; it is freed by a later collection.
     """
     frozen_before = gc.get_freeze_count()
-    gc.collect()
     gc.freeze()
     try:
         with collector_paused(), recorder.session():

@@ -50,6 +50,11 @@ class InputBatch:
     """[num_tokens] int32: each token's request."""
     positions: np.ndarray
     """[num_tokens] int64: each token's place in its request."""
+    logits_rows: np.ndarray
+    """int64: rows whose logits are wanted: each request's last token, and before it one for each draft token."""
+    num_tokens: int
+    max_query_len: int
+    max_seq_len: int
     uniform_query_len: int | None
     """The query length that all requests share, if all are past their prefill; else None."""
     is_dummy: bool = False
@@ -60,22 +65,33 @@ class InputBatch:
         """The batch of `requests`. ValueError for none, or for one without new tokens."""
         if not requests:
             raise ValueError("a batch needs at least one request")
-        lengths = np.array([len(r.token_ids) for r in requests], dtype=np.int32)
-        if not lengths.all():
-            empty = [r.request_id for r in requests if not r.token_ids]
+        lengths = [len(r.token_ids) for r in requests]
+        if 0 in lengths:
+            empty = [r.request_id for r, length in zip(requests, lengths, strict=True) if not length]
             raise ValueError(f"every request of a batch needs a new token, got none for {empty}")
+        counts = np.array(lengths, dtype=np.int32)
         starts = np.zeros(len(requests) + 1, dtype=np.int32)
-        np.cumsum(lengths, out=starts[1:])
+        counts.cumsum(out=starts[1:])
         computed = np.array([r.num_computed_tokens for r in requests], dtype=np.int32)
-        token_request = np.repeat(np.arange(len(requests), dtype=np.int32), lengths)
-        uniform = all(r.is_decode for r in requests) and bool((lengths == lengths[0]).all())
+        seq_lens = computed + counts
+        num_tokens, longest = int(starts[-1]), max(lengths)
+        token_request = np.arange(len(requests), dtype=np.int32)
+        positions = computed.astype(np.int64)
+        if longest > 1:
+            token_request = token_request.repeat(counts)
+            positions = np.arange(num_tokens) + (positions - starts[:-1])[token_request]
+        uniform = num_tokens == longest * len(requests) and all(r.is_decode for r in requests)
         return cls(
             requests=tuple(requests),
             query_start_loc=starts,
-            seq_lens=computed + lengths,
+            seq_lens=seq_lens,
             token_request=token_request,
-            positions=np.arange(starts[-1], dtype=np.int64) + (computed - starts[:-1])[token_request],
-            uniform_query_len=int(lengths[0]) if uniform else None,
+            positions=positions,
+            logits_rows=_logits_rows(requests, starts[1:].astype(np.int64)),
+            num_tokens=num_tokens,
+            max_query_len=longest,
+            max_seq_len=int(seq_lens.max()),
+            uniform_query_len=longest if uniform else None,
             is_dummy=is_dummy,
         )
 
@@ -89,50 +105,18 @@ class InputBatch:
         tokens = descriptor.num_tokens
         num_reqs = descriptor.num_reqs or min(tokens, max_num_reqs)
         share, extra = divmod(tokens, num_reqs)
-        requests = []
-        for index in range(num_reqs):
-            length = min(share + (index < extra), max_model_len)
-            requests.append(
-                ScheduledRequest(
-                    request_id=f"dummy-{index}",
-                    token_ids=[0] * length,
-                    num_computed_tokens=max_model_len - length,
-                    block_ids=(),
-                    is_decode=descriptor.uniform_query_len is not None,
-                )
-            )
-        return cls.make(requests, is_dummy=True)
+        longer, shorter = (_dummy_request(descriptor, length, max_model_len) for length in (share + 1, share))
+        return cls.make([longer] * extra + [shorter] * (num_reqs - extra), is_dummy=True)
 
     @property
     def num_reqs(self) -> int:
         return len(self.requests)
 
-    @property
-    def num_tokens(self) -> int:
-        return int(self.query_start_loc[-1])
-
-    @property
-    def max_query_len(self) -> int:
-        return int(np.diff(self.query_start_loc).max())
-
-    @property
-    def max_seq_len(self) -> int:
-        return int(self.seq_lens.max())
-
-    @property
-    def logits_rows(self) -> np.ndarray:
-        """int64: rows whose logits are wanted: each request's last token, and before it one for each draft token."""
-        wanted = (
-            np.arange(end - 1 - r.num_draft_tokens, end)
-            for r, end in zip(self.requests, self.query_start_loc[1:], strict=True)
-        )
-        return np.concatenate(list(wanted)).astype(np.int64)
-
     def _check_blocks(self, block_size: int) -> None:
         """Each request's blocks must hold its sequence: what lies beyond them is another request's."""
         lengths = self.seq_lens.tolist()
         enough = all(len(r.block_ids) * block_size >= n for r, n in zip(self.requests, lengths, strict=True))
-        if enough and self.positions[self.query_start_loc[:-1]].min() >= 0:
+        if enough and min(r.num_computed_tokens for r in self.requests) >= 0:
             return
         for request, length in zip(self.requests, lengths, strict=True):
             if request.num_computed_tokens < 0:
@@ -173,9 +157,33 @@ class InputBatch:
                 )
         self._check_blocks(config.block_size)
         self._check_drafts(config.num_draft_tokens if needs_state_slots else None)
+        if needs_state_slots:
+            self._check_state_slots(config.max_num_reqs)
+
+    def _check_state_slots(self, count: int) -> None:
         slots = [r.state_slot for r in self.requests]
-        if needs_state_slots and (min(slots) < 0 or max(slots) >= config.max_num_reqs or len(set(slots)) < len(slots)):
+        if min(slots) < 0 or max(slots) >= count or len(set(slots)) < len(slots):
             raise ValueError(
-                f"this model keeps states per request, so each needs a state_slot of its own from 0 to "
-                f"{config.max_num_reqs - 1}, the same in all its steps; got {slots}"
+                f"this model keeps states per request, so each needs a state_slot of its own from 0 to {count - 1}, "
+                f"the same in all its steps; got {slots}"
             )
+
+
+def _logits_rows(requests: Sequence[ScheduledRequest], ends: np.ndarray) -> np.ndarray:
+    """`ends`: of the requests' tokens in the flat batch, [num_reqs] int64."""
+    if not any(r.num_draft_tokens for r in requests):
+        return ends - 1
+    wanted = (np.arange(end - 1 - r.num_draft_tokens, end) for r, end in zip(requests, ends, strict=True))
+    return np.concatenate(list(wanted))
+
+
+def _dummy_request(descriptor: BatchDescriptor, length: int, max_model_len: int) -> ScheduledRequest:
+    """A sequence as long as the model allows, `length` tokens of it new, as far as there are so many."""
+    length = min(length, max_model_len)
+    return ScheduledRequest(
+        request_id="dummy",
+        token_ids=[0] * length,
+        num_computed_tokens=max_model_len - length,
+        block_ids=(),
+        is_decode=descriptor.uniform_query_len is not None,
+    )

@@ -35,9 +35,9 @@ class BlockTables:
             tables[: batch.num_reqs] = 0
             raise ValueError(self._no_such_block(batch))
         tables[batch.num_reqs : num_reqs] = 0
-        positions = batch.positions
-        blocks = tables[batch.token_request, positions // self.block_size].astype(np.int64)
-        slots[: batch.num_tokens] = blocks * self.block_size + positions % self.block_size
+        blocks, offsets = np.divmod(batch.positions, self.block_size)
+        starts = np.multiply(tables[batch.token_request, blocks], self.block_size, dtype=np.int64)
+        np.add(starts, offsets, out=slots[: batch.num_tokens])
         slots[batch.num_tokens : num_tokens] = PAD_SLOT
 
     def _no_such_block(self, batch: InputBatch) -> str:

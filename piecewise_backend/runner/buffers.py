@@ -71,6 +71,7 @@ class MirroredBuffer:
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, fill: int, offset: int) -> None:
         self._shape, self._dtype, self._fill, self._offset = shape, dtype, fill, offset
         self._views: dict[int, torch.Tensor] = {}
+        self._host_views: dict[tuple[int, int], torch.Tensor] = {}
 
     def attach(self, host: list[torch.Tensor], device: torch.Tensor) -> None:
         """Take this buffer's part of its arena's memory."""
@@ -83,13 +84,21 @@ class MirroredBuffer:
 
     def turn(self, stage: int) -> None:
         """Write to this host side from now on."""
-        self.cpu, self.np = self._host[stage], self._arrays[stage]
+        self._stage, self.cpu, self.np = stage, self._host[stage], self._arrays[stage]
 
     def first(self, count: int) -> torch.Tensor:
         """Device view of the first `count` entries: the same object for the same count."""
         view = self._views.get(count)
         if view is None:
             view = self._views[count] = self.gpu[:count]
+        return view
+
+    def first_on_host(self, count: int) -> torch.Tensor:
+        """The same of the host side in turn."""
+        key = (self._stage, count)
+        view = self._host_views.get(key)
+        if view is None:
+            view = self._host_views[key] = self.cpu[:count]
         return view
 
     def _part_of(self, arena: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ from attention.kv_cache import allocate_caches, state_bytes
 from attention.layers import cached_layers
 from piecewise_backend.backend import choose_recorder
 from piecewise_backend.collector import collector_paused
-from piecewise_backend.compile import prepare_compiler
+from piecewise_backend.compiler_start import prepare_compiler
 from piecewise_backend.config import Options
 from piecewise_backend.cudagraph.capture import CapturedProgram, Step
 from piecewise_backend.cudagraph.manager import CudaGraphManager

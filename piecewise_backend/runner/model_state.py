@@ -21,18 +21,31 @@ UNKNOWN = -1
 """Stands for a request's newest token, which the device has by the request's state slot."""
 
 
-def _check_unknown(batch: InputBatch) -> None:
-    """ValueError for a negative token id other than -1, or -1 for a request without a state slot."""
+def _token_ids(batch: InputBatch) -> np.ndarray:
+    """[num_tokens] int64. ValueError for a token id that is no integer, or negative without meaning."""
+    flat: list[int] = []
     for request in batch.requests:
-        given = np.asarray(request.token_ids)
-        if given.min() < (UNKNOWN if request.state_slot >= 0 else 0):
-            raise ValueError(_wrong_ids(request, given))
+        flat.extend(_as_list(request.token_ids))
+    given = np.array(flat)
+    if given.dtype.kind != "i" or given.min() < 0:
+        for request in batch.requests:
+            _check_token_ids(request)
+    return given
 
 
-def _wrong_ids(request: ScheduledRequest, given: np.ndarray) -> str:
-    allowed = "integers of 0 or more" + (", or -1 for its newest token" if request.state_slot >= 0 else "")
-    wrong = given.tolist()[:3] if given.dtype.kind not in "iu" else given[given < 0][:3].tolist()
-    return f"token_ids of request {request.request_id!r} must be {allowed}, got {wrong}"
+def _as_list(token_ids: Sequence[int]) -> list[int]:
+    return token_ids if isinstance(token_ids, list) else np.asarray(token_ids).tolist()
+
+
+def _check_token_ids(request: ScheduledRequest) -> None:
+    """-1 is allowed for a request with a state slot."""
+    given = np.array(_as_list(request.token_ids))
+    has_slot = request.state_slot >= 0
+    if given.dtype.kind == "i" and given.min() >= (UNKNOWN if has_slot else 0):
+        return
+    allowed = "integers of 0 or more" + (", or -1 for its newest token" if has_slot else "")
+    wrong = (given[given < 0] if given.dtype.kind == "i" else given)[:3].tolist()
+    raise ValueError(f"token_ids of request {request.request_id!r} must be {allowed}, got {wrong}")
 
 
 class GroupNotCapturable(UncapturableMetadata):
@@ -65,19 +78,12 @@ class ModelState:
     def prepare_inputs(self, batch: InputBatch, num_tokens: int) -> None:
         """Begin a step: write token ids and positions, padded with zeros to `num_tokens`. `prepare_attn` sends them."""
         self.buffers.arena.begin()
-        ids, positions = self.buffers.input_ids, self.buffers.positions
-        for request, start in zip(batch.requests, batch.query_start_loc, strict=False):
-            given = np.asarray(request.token_ids)
-            if given.dtype.kind not in "iu":
-                raise ValueError(_wrong_ids(request, given))
-            ids.np[start : start + len(given)] = given
-        if ids.np[: batch.num_tokens].min() < 0:
-            _check_unknown(batch)
-        positions.np[: batch.num_tokens] = batch.positions
-        ids.np[batch.num_tokens : num_tokens] = 0
-        positions.np[batch.num_tokens : num_tokens] = 0
-        rows = batch.logits_rows
-        self.buffers.logits_rows.np[: len(rows)] = rows
+        num_real, ids, positions = batch.num_tokens, self.buffers.input_ids.np, self.buffers.positions.np
+        ids[:num_real] = _token_ids(batch)
+        positions[:num_real] = batch.positions
+        ids[num_real:num_tokens] = 0
+        positions[num_real:num_tokens] = 0
+        self.buffers.logits_rows.np[: len(batch.logits_rows)] = batch.logits_rows
 
     def prepare_attn(
         self,
@@ -95,13 +101,15 @@ class ModelState:
         same kernel; the others are told the batch's own. GroupNotCapturable where a builder refuses.
         """
         common = self._common(batch, descriptor)
-        exact = self._exact(common, batch) if common.num_reqs != batch.num_reqs else common
-        exact = dataclasses.replace(exact, max_query_len=batch.max_query_len, max_seq_len=batch.max_seq_len)
+        exact: CommonAttentionMetadata | None = None
         metadata: dict[str, Any] = {}
         for group in self.groups:
             recorded = recorded_layers.issuperset(group.layer_names)
+            if not recorded and exact is None:
+                exact = self._exact(common, batch)
+            facts = common if recorded or exact is None else exact
             try:
-                built = group.builder.build(common if recorded else exact, for_capture=recorded and for_capture)
+                built = group.builder.build(facts, for_capture=recorded and for_capture)
             except UncapturableMetadata as error:
                 raise GroupNotCapturable(group, descriptor, error) from error
             metadata.update(dict.fromkeys(group.layer_names, built))
@@ -164,9 +172,9 @@ class ModelState:
             max_query_len=descriptor.max_query_len or batch.max_query_len,
             max_seq_len=self.max_model_len,
             query_start_loc=buffers.query_start_loc.first(num_reqs + 1),
-            query_start_loc_cpu=buffers.query_start_loc.cpu[: num_reqs + 1],
+            query_start_loc_cpu=buffers.query_start_loc.first_on_host(num_reqs + 1),
             seq_lens=buffers.seq_lens.first(num_reqs),
-            seq_lens_cpu=buffers.seq_lens.cpu[:num_reqs],
+            seq_lens_cpu=buffers.seq_lens.first_on_host(num_reqs),
             block_table=buffers.block_table.first(num_reqs),
             slot_mapping=buffers.slot_mapping.first(num_tokens),
             token_request=buffers.token_request.first(num_tokens),
@@ -185,15 +193,17 @@ class ModelState:
         buffers.state_slots.np[batch.num_reqs : num_reqs] = NO_STATE_SLOT
 
     def _exact(self, common: CommonAttentionMetadata, batch: InputBatch) -> CommonAttentionMetadata:
-        """The same without padded requests, for kernels that run between graphs."""
+        """The same without padded requests and with the batch's own bounds, for kernels that run between graphs."""
         num_reqs, buffers = batch.num_reqs, self.buffers
         return dataclasses.replace(
             common,
             num_reqs=num_reqs,
             query_start_loc=buffers.query_start_loc.first(num_reqs + 1),
-            query_start_loc_cpu=buffers.query_start_loc.cpu[: num_reqs + 1],
+            query_start_loc_cpu=buffers.query_start_loc.first_on_host(num_reqs + 1),
             seq_lens=buffers.seq_lens.first(num_reqs),
-            seq_lens_cpu=buffers.seq_lens.cpu[:num_reqs],
+            seq_lens_cpu=buffers.seq_lens.first_on_host(num_reqs),
             block_table=buffers.block_table.first(num_reqs),
             state_slots=buffers.state_slots.first(num_reqs),
+            max_query_len=batch.max_query_len,
+            max_seq_len=batch.max_seq_len,
         )

@@ -18,7 +18,7 @@ from attention.kernels.ahead import Launch
 from piecewise_backend.backend import compile_graph
 from piecewise_backend.breakpoints import target_names
 from piecewise_backend.collector import collector_paused
-from piecewise_backend.compile import start_compile_workers
+from piecewise_backend.compiler_start import start_compile_workers
 from piecewise_backend.config import Options
 from piecewise_backend.cudagraph.rows import TokenDim
 from piecewise_backend.merge_linears import Merged, merge_linears

@@ -140,7 +140,7 @@ class _Pass:
 
     def _with_tokens(self, batch: InputBatch) -> InputBatch:
         """A made-up batch with tokens that differ from one another, below the vocabulary's size."""
-        if not all(r.request_id.startswith(("verify-", "dummy-")) for r in batch.requests):
+        if not batch.is_dummy and not all(r.request_id.startswith("verify-") for r in batch.requests):
             return batch
         rng = np.random.default_rng(0)
         limit = min(_embeddings(self.runner.model), 1 << 16)
