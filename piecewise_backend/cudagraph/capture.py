@@ -292,15 +292,18 @@ def capture_session(recorder: GraphRecorder) -> Iterator[None]:
 
     A collection in the middle of a recording could free device memory, which a CUDA capture does not allow: neither
     may one start by itself, nor may one that an operator asks for find anything. What is garbage already is not looked
-    for, which would take a third of a second in a process with a model; it is freed by a later collection.
+    for, which would take a third of a second in a process with a model; it is freed by a later collection. Only where
+    the user froze objects, which are to stay frozen, is it: it would stay with them.
     """
     frozen_before = gc.get_freeze_count()
+    if frozen_before:
+        gc.collect()
     gc.freeze()
     try:
         with collector_paused(), recorder.session():
             yield
     finally:
-        if not frozen_before:  # else the user froze objects, which are to stay frozen
+        if not frozen_before:
             gc.unfreeze()
 
 

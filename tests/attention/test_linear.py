@@ -71,9 +71,13 @@ def test_operands_that_the_kernels_are_not_made_for_are_left_to_the_library(spoi
 
 def test_leading_dimensions_are_kept_and_no_rows_give_none() -> None:
     weight = torch.randn(24, 16)
-    for shape in ((3, 2, 16), (0, 16), (16,)):
-        x = torch.randn(shape)
-        torch.testing.assert_close(ops.linear(x, weight, None), F.linear(x, weight))
+    for shape in ((3, 2, 16), (0, 16), (3, 0, 16), (16,)):
+        for bias in (None, torch.randn(24)):
+            x = torch.randn(shape)
+            torch.testing.assert_close(ops.linear(x, weight, bias), F.linear(x, weight, bias))
+            torch.testing.assert_close(linear.linear(x, weight, bias), F.linear(x, weight, bias))
+    nothing = torch.randn(2, 3, 0), torch.randn(24, 0), torch.randn(24)
+    torch.testing.assert_close(linear.linear(*nothing), F.linear(*nothing))
     assert linear.linear(torch.randn(0, 16).half(), weight.half(), None).shape == (0, 24)
 
 

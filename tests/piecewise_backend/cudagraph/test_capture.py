@@ -1,4 +1,5 @@
 import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -167,10 +168,37 @@ def test_the_garbage_collector_rests_during_a_session_and_is_as_it_was_after_it(
     with capture_session(EmulatedRecorder()):
         assert not gc.isenabled()
     assert gc.isenabled() is was
+
+
+def test_what_the_user_froze_stays_frozen_but_garbage_does_not_stay_with_it() -> None:
+    class Circle:
+        def __init__(self) -> None:
+            self.itself = self
+
     gc.freeze()
     try:
+        garbage = weakref.ref(Circle())
         with capture_session(EmulatedRecorder()):
             pass
-        assert gc.get_freeze_count()  # what the user froze stays frozen
+        assert gc.get_freeze_count()
+        gc.collect()
+        assert garbage() is None
     finally:
         gc.unfreeze()
+
+
+def test_a_session_looks_for_no_garbage_which_takes_long_beside_a_model() -> None:
+    collections: list[str] = []
+
+    def note(phase: str, facts: dict[str, int]) -> None:
+        collections.append(phase)
+
+    gc.callbacks.append(note)
+    try:
+        with capture_session(EmulatedRecorder()):
+            assert [[] for _ in range(10_000)]
+            during = len(collections)
+        gc.collect()
+    finally:
+        gc.callbacks.remove(note)
+    assert (during, len(collections)) == (0, 2)

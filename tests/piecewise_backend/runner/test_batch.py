@@ -1,5 +1,6 @@
 """Which batches are uniform decode, and what fills a descriptor."""
 
+import numpy as np
 import pytest
 
 from piecewise_backend.cudagraph.modes import BatchDescriptor, CUDAGraphMode
@@ -20,6 +21,22 @@ def test_starts_and_lengths_are_those_of_the_requests() -> None:
     assert batch.query_start_loc.tolist() == [0, 3, 4]
     assert batch.seq_lens.tolist() == [8, 1]
     assert (batch.num_reqs, batch.num_tokens, batch.max_query_len, batch.max_seq_len) == (2, 4, 3, 8)
+
+
+def test_a_token_knows_its_request_and_its_place_there() -> None:
+    batch = InputBatch.make([work("a", [1, 2, 3], 5, [0]), work("b", [4], 0, [1]), work("c", [5, 6], 9, [2])])
+    assert batch.token_request.tolist() == [0, 0, 0, 1, 2, 2]
+    assert batch.positions.tolist() == [5, 6, 7, 0, 9, 10]
+    one_each = InputBatch.make([work("a", [1], 5, [0]), work("b", [4], 0, [1])])
+    assert (one_each.token_request.tolist(), one_each.positions.tolist()) == ([0, 1], [5, 0])
+    assert (one_each.token_request.dtype, one_each.positions.dtype) == (np.int32, np.int64)
+
+
+def test_logits_are_wanted_of_last_tokens_and_of_drafts_and_the_token_before_them() -> None:
+    plain = [work("a", [1, 2, 3], 0, [0]), work("b", [4], 7, [1])]
+    assert InputBatch.make(plain).logits_rows.tolist() == [2, 3]
+    drafts = work("c", [5, 6, 7], 9, [2], num_draft_tokens=2)
+    assert InputBatch.make([*plain, drafts]).logits_rows.tolist() == [2, 3, 4, 5, 6]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -73,3 +74,33 @@ def test_addresses_do_not_depend_on_the_batch(builds: list[tuple[CommonAttention
         assert len({getattr(common, field).data_ptr() for common, _ in builds}) == 1, field
         assert len({getattr(common, field).shape for common, _ in builds}) == 1, field
     assert isinstance(builds[0][0].seq_lens, torch.Tensor)
+
+
+@pytest.mark.parametrize(
+    "token_ids",
+    [[5, 6], (5, 6), range(5, 7), np.array([5, 6], np.uint16), [np.int64(5), np.int32(6)], torch.tensor([5, 6])],
+    ids=["list", "tuple", "range", "unsigned array", "numpy ints", "tensor"],
+)
+def test_token_ids_come_in_any_form_beside_a_request_whose_newest_token_the_device_has(token_ids: Any) -> None:
+    state = make_runner("NONE").state
+    newest = work("a", [-1], 3, [0], is_decode=True, state_slot=0)
+    state.prepare_inputs(InputBatch.make([newest, work("b", token_ids, 0, [1])]), 4)
+    assert state.buffers.input_ids.cpu[:4].tolist() == [-1, 5, 6, 0]
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "slot", "message"),
+    [
+        ([3, -1], -1, r"integers of 0 or more, got \[-1\]"),
+        ([-2, 3], 0, r"or -1 for its newest token, got \[-2\]"),
+        ([1.5, 2], -1, r"integers of 0 or more, got \[1.5, 2.0\]"),
+        (["1"], -1, r"got \['1'\]"),
+        ([2**70], -1, "integers of 0 or more, got"),
+    ],
+)
+def test_a_token_id_that_means_nothing_is_refused_by_its_requests_name(token_ids: Any, slot: int, message: str) -> None:
+    state = make_runner("NONE").state
+    right = work("right", [1, 2], 0, [0], state_slot=3)
+    wrong = work("wrong", token_ids, 0, [1], state_slot=slot)
+    with pytest.raises(ValueError, match=f"token_ids of request 'wrong' must be .*{message}"):
+        state.prepare_inputs(InputBatch.make([right, wrong]), 8)
