@@ -16,6 +16,7 @@ LAYER = {
     "reasons": 0,
     "config": 0,
     "collector": 0,
+    "data_files": 0,
     "split": 1,
     "breakpoints": 1,
     "structure": 1,

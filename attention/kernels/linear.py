@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -34,13 +36,40 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
     rows = math.prod(leading)
     flat = x.reshape(rows, depth)
     tile = choose_tile(rows, *weight.shape) if 0 < rows <= MAX_ROWS and _fits(x, weight, bias) else None
-    if tile is None:  # as F.linear does it, in fewer steps: a start calls this thousands of times
-        product = torch.mm(flat, weight.t()) if bias is None else torch.addmm(bias, flat, weight.t())
-        return product.view(*leading, weight.shape[0])
+    if tile is None:
+        if _noted is not None:
+            _noted.add((rows, *weight.shape, x.dtype, bias is not None))
+        return library_product(flat, weight, bias).view(*leading, weight.shape[0])
     out = x.new_empty(*leading, weight.shape[0])
     kernel, grid, arguments, constants = _launch(flat.contiguous(), weight, bias, out, tile, x.device)
     kernel[grid](*arguments, **constants)
     return out
+
+
+def library_product(
+    flat: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """As F.linear does it for flat [M, K], in fewer steps: a start calls this thousands of times. out: [M, N]."""
+    if bias is None:
+        return torch.mm(flat, weight.t(), out=out)
+    return torch.addmm(bias, flat, weight.t(), out=out)
+
+
+Product = tuple[int, int, int, torch.dtype, bool]
+"""M, N and K of a product with a weight [N, K], its dtype, and whether a bias is added."""
+
+_noted: set[Product] | None = None
+
+
+@contextlib.contextmanager
+def noting_library_products() -> Iterator[set[Product]]:
+    """Products that are left to the library meanwhile, in any thread; they are in the set as they come."""
+    global _noted
+    outer, _noted = _noted, set()
+    try:
+        yield _noted
+    finally:
+        _noted = outer
 
 
 def launches_ahead(weight: torch.Tensor, bias: torch.Tensor | None, device: torch.device) -> list[Launch]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,6 +56,11 @@ class Step:
         """Whether this runs between graphs on the real rows only: an operator without metadata of its own."""
         return self.breakpoint is not None and not self.breakpoint.owns_metadata
 
+    def is_recorded(self, recorded_layers: Set[str]) -> bool:
+        """Of a breakpoint: ours are recorded by their layers, anything else never, since its rows are padded."""
+        assert self.breakpoint is not None
+        return self.breakpoint.owns_metadata and self.breakpoint.capturable and self.layer in recorded_layers
+
 
 @dataclass(frozen=True, slots=True)
 class Padded:
@@ -80,20 +86,24 @@ class CapturedProgram:
     eager: tuple[str, ...]
     """Names of the steps that run between graphs."""
     seconds: float
-    memory_bytes: int
+    measure_memory: Callable[[], int]
+    """Bytes that it took, the same at every call. The first one waits until its graphs are ready."""
     keep: tuple[Any, ...]
     """Memory outside of the pool that graphs read: alive as long as they are."""
     fingerprints: tuple[Fingerprint, ...] = ()
     """What recorded operators read of their metadata, group by group."""
 
     def size_report(self, descriptor: str, num_tokens: int, kind: str) -> SizeReport:
-        """What the report says of this capture; `kind`: of the batches it serves, as the report names it."""
+        """What the report says of this capture; `kind`: of the batches it serves, as the report names it. Waits until
+        its graphs are ready, and raises what the driver has against one."""
+        started = time.perf_counter()
+        memory_bytes = self.measure_memory()
         return SizeReport(
             descriptor=descriptor,
             num_tokens=num_tokens,
             num_graphs=self.num_graphs,
-            seconds=self.seconds,
-            memory_bytes=self.memory_bytes,
+            seconds=self.seconds + time.perf_counter() - started,
+            memory_bytes=memory_bytes,
             eager_ops=self.eager,
             kind=kind,
         )
@@ -146,7 +156,7 @@ def capture(
         recorded=tuple(walk.recorded),
         eager=tuple(walk.eager),
         seconds=time.perf_counter() - started,
-        memory_bytes=recorder.memory_bytes() - memory,
+        measure_memory=functools.cache(lambda: recorder.memory_bytes() - memory),
         keep=tuple(v for v in walk.keep if isinstance(v, torch.Tensor)),
     )
 
@@ -189,6 +199,7 @@ class _Walk:
         self.calls.append(graph.replay)
         self.num_graphs += 1
         if self.execute and not self.recorder.executes:
+            self.recorder.settle()
             graph.replay()
 
     def run_eagerly(self, step: Step, args: list[Any]) -> tuple[Any, ...]:

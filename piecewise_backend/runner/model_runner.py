@@ -36,6 +36,7 @@ from piecewise_backend.runner.kernels_ahead import launches_ahead
 from piecewise_backend.runner.model_state import GroupNotCapturable, ModelState
 from piecewise_backend.runner.newest_tokens import WithNewestTokens
 from piecewise_backend.runner.own_state import OwnState
+from piecewise_backend.runner.products_ahead import ProductsAhead
 from piecewise_backend.runner.results import check_result, checked_logits
 from piecewise_backend.runner.speculation import Speculator
 from piecewise_backend.runner.start_report import (
@@ -113,6 +114,8 @@ class ModelRunner:
     def start(self) -> None:
         """Everything before the first step, in the order in which each part needs the one before it."""
         prepare_compiler(self.options.compiler, self.device)
+        ahead = ProductsAhead(self.model, self.config, self.options, self.device)
+        ahead.begin()
         self._bind_caches()
         passed_over, refused = self._init_attn_backend(), list[Reason]()
         with OwnState(self.layers.values(), self.buffers) as own_state:
@@ -125,7 +128,8 @@ class ModelRunner:
                 self.manager = CudaGraphManager(choose_recorder(self.options, self.device, self.report), self.report)
                 try:
                     descriptors = self.resolved.descriptors(self.config.max_num_reqs)
-                    self.manager.capture(descriptors, self.create_forward_fn, self.options.graph_memory_budget)
+                    with ahead.noted():
+                        self.manager.capture(descriptors, self.create_forward_fn, self.options.graph_memory_budget)
                     break
                 except GroupNotCapturable as refusal:
                     refused.append(self._lower_support(refusal))
@@ -244,7 +248,7 @@ class ModelRunner:
                 captured = bound.program.capture(
                     args,
                     recorder=self.manager.recorder,
-                    records=lambda step: is_recorded(step, recorded_layers),
+                    records=lambda step: step.is_recorded(recorded_layers),
                     execute=False,
                 )
             return dataclasses.replace(captured, fingerprints=self.state.fingerprints(metadata, recorded_layers))
@@ -342,9 +346,3 @@ class ModelRunner:
         self.report.uncaptured_runs += 1
         if self.manager.captured:
             self.report.reasons.add(uncaptured_reason(num_tokens))
-
-
-def is_recorded(step: Step, recorded_layers: frozenset[str]) -> bool:
-    """Whether a breakpoint is recorded: our layers' by their names, anything else never (its rows are padded)."""
-    assert step.breakpoint is not None
-    return step.breakpoint.owns_metadata and step.breakpoint.capturable and step.layer in recorded_layers

@@ -9,11 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
-import json
 import logging
 import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +21,7 @@ from torch import fx, nn
 
 from piecewise_backend.compile import PieceCompiler
 from piecewise_backend.config import Options
+from piecewise_backend.data_files import files_of, read_data, write_data
 from piecewise_backend.merge_linears import Merged, join
 from piecewise_backend.program import Program
 from piecewise_backend.reasons import FallbackError, Reason, ReasonCode, Reasons
@@ -39,8 +37,6 @@ from piecewise_backend.runner.traced_code import changed_code, code_files, opera
 
 logger = logging.getLogger(__name__)
 
-_MOST_FILES = 64
-"""In the folder; those that were not used for longest go."""
 _NOT_KEPT = (NotRecordable, Undescribable, Unreachable, NotPlain)
 
 
@@ -92,7 +88,7 @@ class TraceCache:
         stale: str | None = None
         for path in self._files():
             try:
-                recipe = _read(path)
+                recipe = read_data(path)
                 stale = self._why_stale(recipe)
                 if stale is None:
                     traced = self._rebuild(recipe)
@@ -110,10 +106,10 @@ class TraceCache:
             self.reasons.append(Reason(ReasonCode.PROGRAM_STALE, "traced program", detail))
         return None
 
-    def _files(self) -> list[Path]:
+    def _files(self) -> Sequence[Path]:
         if self.key is None:
             return []
-        return sorted(self.folder.glob(f"{self.key}.*.json"), key=_age)
+        return files_of(self.folder, self.key)
 
     def _why_stale(self, recipe: Mapping[str, Any]) -> str | None:
         places = Places(self.roots, recipe["places"])
@@ -163,7 +159,7 @@ class TraceCache:
         try:
             self._check_keepable(traced)
             recipe = self._recipe(traced, sources)
-            _write(self.folder, self.key, recipe)
+            write_data(self.folder, self.key, recipe)
         except (*_NOT_KEPT, OSError, RecursionError) as error:
             self._not_kept(str(error))
 
@@ -215,34 +211,3 @@ def _apart_in_one_storage(traced: Traced) -> bool:
         if isinstance(value, torch.nn.Parameter) and given.storage >= 0:
             shared.setdefault(given.storage, []).append(value)
     return any(len(tensors) > 1 and are_separate(tensors) for tensors in shared.values())
-
-
-def _age(path: Path) -> float:
-    try:
-        return -path.stat().st_mtime
-    except OSError:  # another process has just removed it
-        return 0.0
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """ValueError for a file that was altered or cut short."""
-    digest, _, body = path.read_bytes().partition(b"\n")
-    if hashlib.sha256(body).hexdigest().encode() != digest:
-        raise ValueError("it was altered or cut short: the digest differs")
-    return json.loads(body)
-
-
-def _write(folder: Path, key: str, recipe: Mapping[str, Any]) -> None:
-    """Whole or not at all; other programs under the same key stay."""
-    body = json.dumps(recipe, separators=(",", ":")).encode()
-    digest = hashlib.sha256(body).hexdigest()
-    folder.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=folder, prefix=".writing-")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(digest.encode() + b"\n" + body)
-        os.replace(temporary, folder / f"{key}.{digest[:16]}.json")
-    finally:
-        Path(temporary).unlink(missing_ok=True)
-    for old in sorted(folder.glob("*.json"), key=_age)[_MOST_FILES:]:
-        old.unlink(missing_ok=True)

@@ -1,10 +1,14 @@
 """The runner on real CUDA graphs, against a dense computation without cache."""
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 
+from piecewise_backend.cudagraph.instantiate import Instantiator
 from piecewise_backend.reasons import ReasonCode
-from piecewise_backend.runner import Engine
+from piecewise_backend.runner import Engine, products_ahead
 from tests.piecewise_backend.runner.test_autocast import AutocastDecoder
 from tests.piecewise_backend.runner.test_autocast import check as check_autocast
 from tests.tiny import VOCAB, TinyDecoder, make_runner, oracle_logits, serve_at_random, work
@@ -79,3 +83,45 @@ def test_the_memory_of_all_graphs_is_estimated_from_a_few(mode: str) -> None:
     report = make_cuda_runner(mode, TinyDecoder(num_layers=8), max_num_tokens=512, max_num_reqs=256).report
     measured = sum(size.memory_bytes for size in report.sizes)
     assert abs(report.estimated_graph_bytes - measured) <= 0.2 * measured + (64 << 20)
+
+
+def test_a_second_start_makes_the_products_that_the_first_noted_and_computes_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[int] = []
+    original = products_ahead.make_products
+
+    def count(numbers: dict[Any, torch.Tensor], out: torch.Tensor) -> None:
+        original(numbers, out)
+        made.append(len(numbers))
+
+    monkeypatch.setattr(products_ahead, "make_products", count)
+    logits = []
+    for starts_before in range(2):
+        model, settings = TinyDecoder().half(), {"cache": True, "cache_dir": str(tmp_path)}
+        runner = make_cuda_runner("FULL_AND_PIECEWISE", model, max_num_tokens=64, **settings)
+        assert len(made) == starts_before
+        logits.append(runner.execute([work("a", list(range(40)), 0, [0, 3, 1])]).clone())
+    assert made[0] > 4
+    assert torch.equal(*logits)
+
+
+@pytest.mark.parametrize("mode", ["PIECEWISE", "FULL"])
+def test_a_graph_that_the_driver_refuses_costs_its_size_alone(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, refused = TinyDecoder(), list[torch.cuda.CUDAGraph]()
+    add = Instantiator.add
+
+    def spoil(instantiator: Instantiator, graph: torch.cuda.CUDAGraph) -> None:
+        if not refused:
+            graph.reset()  # nothing is left to be instantiated
+            refused.append(graph)
+        add(instantiator, graph)
+
+    monkeypatch.setattr(Instantiator, "add", spoil)
+    runner = make_cuda_runner(mode, model, capture_sizes=[2, 8, 32])
+    assert ReasonCode.CAPTURE_FAILED in runner.report.reasons.codes()
+    assert sorted(d.num_tokens for d in runner.manager.captured if not d.uniform_query_len) == [2, 8]
+    for length in (2, 7, 30):
+        logits = runner.execute([work("a", list(range(length)), 0, [0, 3])])
+        expected = oracle_logits(model, list(range(length)))[-1:]
+        torch.testing.assert_close(logits, expected, atol=1e-3, rtol=1e-3)
