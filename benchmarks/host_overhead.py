@@ -88,9 +88,6 @@ class DirectRecorder:
     def end(self) -> Any:
         return DirectGraph(self._calls)
 
-    def settle(self) -> None:
-        pass
-
     def abort(self) -> None:
         self._calls = []
 

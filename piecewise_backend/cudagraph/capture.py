@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 import logging
 import time
@@ -86,24 +85,20 @@ class CapturedProgram:
     eager: tuple[str, ...]
     """Names of the steps that run between graphs."""
     seconds: float
-    measure_memory: Callable[[], int]
-    """Bytes that it took, the same at every call. The first one waits until its graphs are ready."""
+    memory_bytes: int
     keep: tuple[Any, ...]
     """Memory outside of the pool that graphs read: alive as long as they are."""
     fingerprints: tuple[Fingerprint, ...] = ()
     """What recorded operators read of their metadata, group by group."""
 
     def size_report(self, descriptor: str, num_tokens: int, kind: str) -> SizeReport:
-        """What the report says of this capture; `kind`: of the batches it serves, as the report names it. Waits until
-        its graphs are ready, and raises what the driver has against one."""
-        started = time.perf_counter()
-        memory_bytes = self.measure_memory()
+        """What the report says of this capture; `kind`: of the batches it serves, as the report names it."""
         return SizeReport(
             descriptor=descriptor,
             num_tokens=num_tokens,
             num_graphs=self.num_graphs,
-            seconds=self.seconds + time.perf_counter() - started,
-            memory_bytes=memory_bytes,
+            seconds=self.seconds,
+            memory_bytes=self.memory_bytes,
             eager_ops=self.eager,
             kind=kind,
         )
@@ -156,7 +151,7 @@ def capture(
         recorded=tuple(walk.recorded),
         eager=tuple(walk.eager),
         seconds=time.perf_counter() - started,
-        measure_memory=functools.cache(lambda: recorder.memory_bytes() - memory),
+        memory_bytes=recorder.memory_bytes() - memory,
         keep=tuple(v for v in walk.keep if isinstance(v, torch.Tensor)),
     )
 
@@ -199,7 +194,6 @@ class _Walk:
         self.calls.append(graph.replay)
         self.num_graphs += 1
         if self.execute and not self.recorder.executes:
-            self.recorder.settle()
             graph.replay()
 
     def run_eagerly(self, step: Step, args: list[Any]) -> tuple[Any, ...]:

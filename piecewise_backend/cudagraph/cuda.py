@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from piecewise_backend.cudagraph.instantiate import Instantiator
 from piecewise_backend.cudagraph.recorder import unowned
 
 
@@ -24,28 +23,21 @@ class CudaGraphRecorder:
         self._pool: Any = None
         self._first: torch.cuda.CUDAGraph | None = None
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._instantiator: Instantiator | None = None
         self._closed_bytes = 0
         self._free_at_start: int | None = None
 
     @contextlib.contextmanager
     def session(self) -> Iterator[None]:
-        """All work in the session, eager work included, is on the capture stream. Graphs are instantiated by a thread
-        meanwhile; all can be replayed afterwards."""
+        """All work in the session, eager work included, is on the capture stream."""
         outer = torch.cuda.current_stream(self.device)
         self._stream.wait_stream(outer)
         self._free_at_start = torch.cuda.mem_get_info(self.device)[0]
         try:
             with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
-                self._instantiator = Instantiator(torch.cuda.current_device())
                 if self._pool is None:
                     self._open_pool()
                 yield
-                self.settle()
         finally:
-            if self._instantiator is not None:
-                self._instantiator.close()
-            self._instantiator = None
             outer.wait_stream(self._stream)
             self._closed_bytes, self._free_at_start = self.memory_bytes(), None
 
@@ -53,7 +45,7 @@ class CudaGraphRecorder:
         assert self._graph is None, "a graph is already being recorded"
         if self._pool is None:
             self._open_pool()
-        self._graph = torch.cuda.CUDAGraph(keep_graph=True)
+        self._graph = torch.cuda.CUDAGraph()
         # Other threads may use the GPU meanwhile (a data loader's pinning thread): only this one must not synchronise.
         self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
 
@@ -65,13 +57,7 @@ class CudaGraphRecorder:
         assert graph is not None, "no graph is being recorded"
         graph.capture_end()  # on an error the graph stays to be aborted
         self._graph = None
-        if self._instantiator is not None:
-            self._instantiator.add(graph)  # else its first replay instantiates it
         return graph
-
-    def settle(self) -> None:
-        if self._instantiator is not None:
-            self._instantiator.wait()
 
     def abort(self) -> None:
         """Drop the graph being recorded, and leave allocator and random generator fit for use."""
@@ -90,7 +76,6 @@ class CudaGraphRecorder:
 
     def memory_bytes(self) -> int:
         """Device memory taken in recording sessions so far: the pool and what the driver keeps of each graph."""
-        self.settle()
         if self._free_at_start is None:
             return self._closed_bytes
         return self._closed_bytes + max(0, self._free_at_start - torch.cuda.mem_get_info(self.device)[0])

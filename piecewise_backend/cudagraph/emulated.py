@@ -103,9 +103,6 @@ class EmulatedRecorder:
         graph.free_after = self._let_reuse()
         return graph
 
-    def settle(self) -> None:
-        """They can be replayed as soon as they are recorded."""
-
     def abort(self) -> None:
         self._graph = None
 

@@ -33,8 +33,6 @@ class CudaGraphManager:
         self.recorder = recorder
         self.report = report
         self._captured: dict[BatchDescriptor, tuple[CapturedProgram, SizeReport]] = {}
-        self._unsettled: tuple[BatchDescriptor, CapturedProgram] | None = None
-        """Recorded last: its graphs are made ready while the next size warms up."""
         self._dispatcher = Dispatcher(())
 
     def capture(
@@ -56,11 +54,9 @@ class CudaGraphManager:
         with capture_session(self.recorder), Progress(transient=True, disable=not _on_terminal()) as progress:
             for descriptor in progress.track(probes, description="capturing graphs"):
                 self._capture_one(descriptor, create_forward_fn)
-            self._settle()
             rest = self._within_budget(rest, memory_budget)
             for descriptor in progress.track(rest, description="capturing graphs"):
                 self._capture_one(descriptor, create_forward_fn)
-            self._settle()
         self._dispatcher = Dispatcher(self._captured)
         logger.info("captured %d of %d variants", len(self._captured), len(descriptors))
 
@@ -87,7 +83,6 @@ class CudaGraphManager:
     def _capture_one(self, descriptor: BatchDescriptor, create_forward_fn: CreateForwardFn) -> None:
         try:
             create_forward_fn(descriptor, True)()
-            self._settle()
             captured = create_forward_fn(descriptor, False)()
         except UncapturableMetadata:
             raise  # start-up resolves anew
@@ -95,18 +90,7 @@ class CudaGraphManager:
             self.report.reasons.add(failure_reason(error, str(descriptor)))
             return
         assert captured is not None, "a recording returned nothing"
-        self._unsettled = descriptor, captured
-
-    def _settle(self) -> None:
-        """Take in what was recorded last, once its graphs are ready."""
-        if self._unsettled is None:
-            return
-        (descriptor, captured), self._unsettled = self._unsettled, None
-        try:
-            size = captured.size_report(str(descriptor), descriptor.num_tokens, descriptor.kind)
-        except Exception as error:
-            self.report.reasons.add(failure_reason(error, str(descriptor)))
-            return
+        size = captured.size_report(str(descriptor), descriptor.num_tokens, descriptor.kind)
         self.report.sizes.append(size)
         self._captured[descriptor] = (captured, size)
 

@@ -38,10 +38,7 @@ class GraphRecorder(Protocol):
         """
 
     def end(self) -> RecordedGraph:
-        """Finish the graph. It can be replayed once the session is over or `settle` has returned."""
-
-    def settle(self) -> None:
-        """Wait until all graphs can be replayed. Raises what the driver has against one of them."""
+        """Finish the graph."""
 
     def abort(self) -> None:
         """Drop the graph being recorded, after an error."""
@@ -54,7 +51,7 @@ class GraphRecorder(Protocol):
         """An alias of a recorded value that does not keep its memory from being reused by later graphs."""
 
     def memory_bytes(self) -> int:
-        """Memory that recorded graphs hold so far, bytes; settles them."""
+        """Memory that recorded graphs hold so far, bytes."""
 
 
 def unowned(tensor: torch.Tensor) -> torch.Tensor:

@@ -30,7 +30,7 @@ def describe_capture(program: Program, args: Sequence[Any], captured: CapturedPr
         "fingerprint": hashlib.sha256(facts.encode()).hexdigest()[:16],
         "num_graphs": captured.num_graphs,
         "seconds": captured.seconds,
-        "memory_bytes": captured.measure_memory(),
+        "memory_bytes": captured.memory_bytes,
         "recorded_breakpoints": list(captured.recorded),
         "eager_steps": list(captured.eager),
         "inputs": inputs,

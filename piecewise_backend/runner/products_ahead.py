@@ -51,7 +51,8 @@ class ProductsAhead:
         if not numbers:
             return
         stream = torch.cuda.Stream(self.device)
-        out = torch.empty(max(m * n for m, n, *_ in numbers), dtype=torch.float32, device=self.device)
+        num_bytes = max(m * n * dtype.itemsize for m, n, _, dtype, _ in numbers)
+        out = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))
         self._thread = threading.Thread(
             target=_on_stream, args=(stream, numbers, out), name="mrv2 products", daemon=True
@@ -108,17 +109,19 @@ def _has_operands(product: Product, count: int) -> bool:
 
 
 def make_products(numbers: dict[Product, torch.Tensor], out: torch.Tensor) -> None:
-    """`out`: memory for the largest result, float32 [numbers of it]."""
+    """`out`: memory for the largest result, uint8 [bytes of it]."""
     from attention.kernels.linear import library_product  # needs Triton
 
     for (m, n, k, dtype, bias), flat in numbers.items():
         x, weight = flat[: m * k].view(m, k), flat[: n * k].view(n, k)
-        library_product(x, weight, flat[:n] if bias else None, out.view(dtype)[: m * n].view(m, n))
+        result = out[: m * n * dtype.itemsize].view(dtype).view(m, n)
+        library_product(x, weight, flat[:n] if bias else None, result)
 
 
 def _on_stream(stream: Any, numbers: dict[Product, torch.Tensor], out: torch.Tensor) -> None:
     try:
         with torch.no_grad(), torch.cuda.device(stream.device), torch.cuda.stream(stream):
+            stream.query()  # any call gives this thread the device's context, which the library asks for
             make_products(numbers, out)
             stream.synchronize()
     except Exception as error:  # the start makes them itself, and will say what is wrong

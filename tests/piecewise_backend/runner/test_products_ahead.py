@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ def test_products_left_to_the_library_are_noted_and_read_by_the_next_start_like_
         for rows in (64, 256, 64):
             multiply(rows)
         multiply(64, bias=True)
-    multiply(300)  # after the start
+    assert linear._noted is None
     expected = {(64, 48, 16, HALF, False), (256, 48, 16, HALF, False), (64, 48, 16, HALF, True)}
     assert ahead_of(tmp_path)._read() == expected
     for other in (
@@ -47,11 +48,12 @@ def test_products_left_to_the_library_are_noted_and_read_by_the_next_start_like_
 
 
 def test_a_list_is_written_again_only_where_products_are_missing_in_it(tmp_path: Path) -> None:
-    for rows, files in ((64, 1), (64, 1), (128, 2), (128, 2)):
+    for products, files in (([64], 1), ([64], 1), ([64, 128], 2), ([128], 2)):
         ahead = ahead_of(tmp_path)
         ahead.known = ahead._read()
         with ahead.noted():
-            multiply(rows)
+            for rows in products:
+                multiply(rows)
         assert len(files_of(ahead.folder, ahead.key)) == files
 
 
@@ -103,37 +105,36 @@ def test_operands_are_parameters_that_have_numbers_enough_and_are_left_as_they_w
 
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
         patch.setattr(linear, "library_product", note)
-        make_products(numbers, torch.empty(64 * 16))
+        make_products(numbers, torch.empty(64 * 16 * 2, dtype=torch.uint8))
     assert made == list(numbers)
     for parameter, expected in zip(parameters, before, strict=True):
         torch.testing.assert_close(parameter.detach(), expected, rtol=0, atol=0)
 
 
-@pytest.fixture
-def without_stream(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """A thread's work, with what it was given, on a machine without a GPU."""
-    given: list[Any] = []
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: _Stream())
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
-    monkeypatch.setattr(products_ahead, "_on_stream", lambda *arguments: given.append(arguments))
-    return given
-
-
-class _Stream:
+class Stream:
     def wait_stream(self, other: Any) -> None:
         pass
 
 
-def test_the_thread_has_ended_when_captures_begin(tmp_path: Path, without_stream: list[Any]) -> None:
+def test_the_thread_has_made_all_products_when_captures_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with ahead_of(tmp_path).noted():
         multiply(40, columns=24)
+    given: list[Any] = []
+
+    def slowly(*arguments: Any) -> None:
+        time.sleep(0.05)
+        given.extend(arguments)
+
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(products_ahead, "_on_stream", slowly)
     ahead = ahead_of(tmp_path)
     ahead.device = CPU
     ahead.begin()
     with ahead.noted():
-        ((_, numbers, out),) = without_stream
+        _, numbers, out = given
     assert list(numbers) == [(40, 24, 16, HALF, False)]
-    assert out.numel() == 40 * 24
+    assert out.numel() == 40 * 24 * HALF.itemsize
 
 
 def test_a_thread_that_fails_says_so_and_leaves_the_start_alone(caplog: pytest.LogCaptureFixture) -> None:
