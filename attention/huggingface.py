@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from attention.kernels.digest import begin_digest
 from attention.layers import Attention
 
 logger = logging.getLogger(__name__)
@@ -80,6 +81,7 @@ class PagedCausalLM(nn.Module):
         model.eval()
         if model.config._attn_implementation != IMPLEMENTATION:
             model.set_attn_implementation(IMPLEMENTATION)
+        begin_digest(model.device)
         _attach_layers(model)
         self.backbone = getattr(model, model.base_model_prefix)
         self._head = [_head_alone(model)]  # in a list: its weights are the model's, not registered a second time

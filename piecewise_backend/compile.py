@@ -18,9 +18,9 @@ import torch
 from torch import fx
 
 from attention.kernels.ahead import KernelsAhead
+from attention.kernels.digest import wait_for_digest
 from piecewise_backend.artifacts import ArtifactFolder, ArtifactUnreadable
 from piecewise_backend.breakpoints import target_names
-from piecewise_backend.compiler_start import wait_until_prepared
 from piecewise_backend.config import Options
 from piecewise_backend.environment import environment_text
 from piecewise_backend.lowering import LOWERINGS, launches_ahead, lowered_for_gpu
@@ -161,7 +161,7 @@ class PieceCompiler:
         known = known_of_sizes(sizes)
         lowered = lowered_for_gpu(module, self.compiler_options)
         self.kernels.compile(launches_ahead(lowered))
-        wait_until_prepared()
+        wait_for_digest()
         try:
             artifact = torch._inductor.standalone_compile(
                 lowered,
@@ -201,7 +201,7 @@ class PieceCompiler:
             try:
                 if not _guards_hold(entry.guards, sizes):
                     return None
-                wait_until_prepared()
+                wait_for_digest()
                 run = torch._inductor.CompiledArtifact.load(path=str(path), format="binary")
             except Exception as error:
                 raise ArtifactUnreadable(f"torch cannot load it: {type(error).__name__}: {error}") from error
