@@ -12,7 +12,7 @@ import hashlib
 import logging
 import threading
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -21,10 +21,10 @@ from piecewise_backend.config import Options
 from piecewise_backend.data_files import files_of, read_data, write_data
 from piecewise_backend.runner.config import RunnerConfig
 
-logger = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from attention.kernels.linear import Product  # needs Triton
 
-Product = tuple[int, int, int, torch.dtype, bool]
-"""M, N and K of a product with a weight [N, K], its dtype, and whether a bias is added."""
+logger = logging.getLogger(__name__)
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float16, torch.bfloat16, torch.float32)}
 
@@ -52,7 +52,11 @@ class ProductsAhead:
             return
         stream = torch.cuda.Stream(self.device)
         num_bytes = max(m * n * dtype.itemsize for m, n, _, dtype, _ in numbers)
-        out = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        try:
+            out = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        except torch.OutOfMemoryError as error:
+            _log_not_made(error)
+            return
         stream.wait_stream(torch.cuda.current_stream(self.device))
         self._thread = threading.Thread(
             target=_on_stream, args=(stream, numbers, out), name="mrv2 products", daemon=True
@@ -122,7 +126,13 @@ def _on_stream(stream: Any, numbers: dict[Product, torch.Tensor], out: torch.Ten
     try:
         with torch.no_grad(), torch.cuda.device(stream.device), torch.cuda.stream(stream):
             stream.query()  # any call gives this thread the device's context, which the library asks for
-            make_products(numbers, out)
-            stream.synchronize()
+            try:
+                make_products(numbers, out)
+            finally:
+                stream.synchronize()  # `out` goes back to the allocator
     except Exception as error:  # the start makes them itself, and will say what is wrong
-        logger.info("products are not made ahead: %s: %s", type(error).__name__, error)
+        _log_not_made(error)
+
+
+def _log_not_made(error: Exception) -> None:
+    logger.info("products are not made ahead: %s: %s", type(error).__name__, error)

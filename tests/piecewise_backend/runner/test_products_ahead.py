@@ -137,6 +137,24 @@ def test_the_thread_has_made_all_products_when_captures_begin(tmp_path: Path, mo
     assert out.numel() == 40 * 24 * HALF.itemsize
 
 
+def test_without_memory_for_results_a_start_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*given: Any, **facts: Any) -> torch.Tensor:
+        raise torch.OutOfMemoryError("full")
+
+    with ahead_of(tmp_path).noted():
+        multiply(40, columns=24)
+    ahead = ahead_of(tmp_path)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream())
+    monkeypatch.setattr(torch, "empty", refuse)
+    with caplog.at_level(logging.INFO, logger=products_ahead.__name__):
+        ahead.begin()
+        with ahead.noted():
+            pass
+    assert "products are not made ahead: OutOfMemoryError: full" in caplog.text
+
+
 def test_a_thread_that_fails_says_so_and_leaves_the_start_alone(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger=products_ahead.__name__):
         products_ahead._on_stream(object(), {}, torch.empty(0))
